@@ -1,0 +1,188 @@
+"""The only module that knows transformers or torch internals, or their versions.
+
+Everything imported here is used under our own words elsewhere. `tests/test_compat.py` is the
+contract test of each name; a release that moves one breaks that file and says which.
+"""
+
+import inspect
+import platform
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import UnsupportedTransformersError
+
+TESTED_TRANSFORMERS = ("5.6.0", "5.24.0")
+
+try:
+    import transformers
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        DataCollatorWithFlattening,
+        PreTrainedConfig,
+    )
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import (
+        ALL_MASK_ATTENTION_FUNCTIONS,
+        bidirectional_mask_function,
+        causal_mask_function,
+        eager_mask,
+        flash_attention_mask,
+        flex_attention_mask,
+        sdpa_mask,
+    )
+    from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+except ImportError as error:
+    raise UnsupportedTransformersError(
+        f"hf_neat_packing stands on a name that the installed transformers lacks: {error}. It is tested with "
+        f"transformers {TESTED_TRANSFORMERS[0]} to {TESTED_TRANSFORMERS[1]}. Install one of these: "
+        f'pip install "transformers>={TESTED_TRANSFORMERS[0]}".'
+    ) from error
+
+__all__ = [
+    "DataCollatorWithFlattening",
+    "FlashAttentionKwargs",
+    "MaskPattern",
+    "PreTrainedConfig",
+    "attention_key",
+    "eager_mask",
+    "environment",
+    "flash_attention_mask",
+    "flex_attention_mask",
+    "is_tracing",
+    "known_attention_keys",
+    "mask_pattern",
+    "register_attention",
+    "registered_attention",
+    "registered_mask",
+    "sdpa_attention_forward",
+    "sdpa_mask",
+    "torch_varlen_attention",
+]
+
+_MASKING_MODULE = causal_mask_function.__module__
+
+
+def attention_key(config: Any) -> str | None:
+    """Read the dispatch key of a config; transformers has no public getter (drop when it has)."""
+    key = getattr(config, "_attn_implementation", None)
+    return key if isinstance(key, str) else None
+
+
+def register_attention(
+    key: str, attention: Callable[..., Any], mask: Callable[..., Any] | None = None
+) -> None:
+    """Register an attention function and its mask function under one key."""
+    AttentionInterface.register(key, attention)
+    if mask is not None:
+        AttentionMaskInterface.register(key, mask)
+
+
+def registered_mask(key: str) -> Callable[..., Any] | None:
+    """Return the mask function registered for a key, or None."""
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(key)  # type: ignore[no-any-return]
+
+
+def registered_attention(key: str) -> Callable[..., Any] | None:
+    """Return the attention function registered for a key, or None (`eager` has none)."""
+    return ALL_ATTENTION_FUNCTIONS.get(key)  # type: ignore[no-any-return]
+
+
+def known_attention_keys() -> list[str]:
+    """List the keys that a config may hold, sorted."""
+    return sorted({"eager", *ALL_ATTENTION_FUNCTIONS.keys()})
+
+
+def is_tracing() -> bool:
+    """Whether torch records a graph, so that no value may be read and no object may be made."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+class MaskPattern(NamedTuple):
+    """What a transformers mask function lets a query see, in steps from its own position.
+
+    Attributes:
+        left: keys before the query (None: all of them).
+        right: keys after the query (None: all of them; 0: causal).
+        chunk: tokens of an attention chunk counted from the document's start, or None.
+        document_map: int `[B, S]` that transformers derived from restarting positions, or None.
+    """
+
+    left: int | None
+    right: int | None
+    chunk: int | None
+    document_map: torch.Tensor | None
+
+
+def mask_pattern(mask_function: Callable[..., Any]) -> MaskPattern | None:
+    """Read a mask function that transformers composed, or return None for anything else.
+
+    Custom overlays (`or_masks`, block-wise image groups, a user's own function) are not read:
+    whoever gets None must evaluate the function itself. Drop when mask functions describe themselves.
+    """
+    left = right = chunk = document_map = None
+    for name, cells in _leaves(mask_function):
+        if name == "causal":
+            right = 0
+        elif name == "sliding_window_overlay":
+            left = _smaller(left, cells["sliding_window"] - 1)
+        elif name == "sliding_window_bidirectional_overlay":
+            left = _smaller(left, cells["sliding_window"])
+            right = _smaller(right, cells["sliding_window"])
+        elif name == "chunked_overlay":
+            chunk = cells["chunk_size"]
+        elif name == "packed_sequence_mask_function":
+            document_map = cells["packed_sequence_mask"]
+        elif name != "bidirectional":
+            return None
+    return MaskPattern(left, right, chunk, document_map)
+
+
+def _smaller(old: int | None, new: int) -> int:
+    return new if old is None else min(old, new)
+
+
+def _leaves(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Walk the parts of an intersection of transformers' mask functions."""
+    if function is causal_mask_function:
+        yield "causal", {}
+    elif function is bidirectional_mask_function:
+        yield "bidirectional", {}
+    elif inspect.isfunction(function) and function.__module__ == _MASKING_MODULE:
+        name = function.__qualname__.split(".")[0]
+        cells = dict(inspect.getclosurevars(function).nonlocals)
+        if name == "and_masks":
+            for part in cells["mask_functions"]:
+                yield from _leaves(part)
+        elif name == "remap_positions_for_packed_sequence":
+            # Positions count from the document's start, which is how every pattern is meant here.
+            yield from _leaves(cells["mask_function"])
+        else:
+            yield name, cells
+    else:
+        yield "unknown", {}
+
+
+def torch_varlen_attention() -> Callable[..., Any] | None:
+    """Return torch's own varlen attention, or None where this torch has none (drop at torch >= 2.10)."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+def environment() -> dict[str, str]:
+    """Name the versions and the hardware that a measured number belongs to."""
+    cuda = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name()
+        if cuda
+        else (platform.processor() or platform.machine()),
+    }
