@@ -1,0 +1,184 @@
+"""Read documents out of Arrow list columns by their offsets, without copying or decoding them.
+
+A list column keeps the tokens of all its documents in one flat buffer beside an array of offsets.
+Lengths are differences of offsets and a document is a slice of the buffer, so planning never
+touches a token and a memory-mapped data set stays on disk until a pack is read.
+
+Symbols: `R` rows of the table, `C` chunks of a column, `P` pieces asked for.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from hf_neat_packing.errors import ColumnError
+
+
+class ListColumn:
+    """Hold one list column of an Arrow table as flat values and offsets.
+
+    Args:
+        name: The column's name, for messages.
+        column: A column of type `list`, `large_list` or `fixed_size_list` of numbers or booleans,
+            `[R]`, in any number of chunks, sliced or not.
+
+    Raises:
+        ColumnError: If the column is not such a list, or if a document or one of its values is
+            null.
+    """
+
+    def __init__(self, name: str, column: pa.ChunkedArray) -> None:
+        self.name = name
+        check_list_type(name, column.type)
+        self.value_type: pa.DataType = column.type.value_type
+        self._boolean = pa.types.is_boolean(self.value_type)
+        self._values: list[Any] = []
+        self._offsets: list[NDArray[Any]] = []
+        first_rows = [0]
+        for chunk in column.chunks:
+            if len(chunk):
+                values, offsets = self._open_chunk(chunk, first_rows[-1])
+                self._values.append(values)
+                self._offsets.append(offsets)
+                first_rows.append(first_rows[-1] + len(chunk))
+        self.num_rows = first_rows.pop()
+        self._first_rows = np.array(first_rows, dtype=np.int64)
+
+    def _open_chunk(self, chunk: pa.Array, first_row: int) -> tuple[Any, NDArray[Any]]:
+        """Return a chunk's flat values and the offsets `[rows + 1]` into them."""
+        if chunk.null_count:
+            row = first_row + int(np.flatnonzero(chunk.is_null().to_numpy(zero_copy_only=False))[0])
+            raise _null_error(self.name, row, "has no value (null)")
+        if pa.types.is_fixed_size_list(chunk.type):
+            size = chunk.type.list_size
+            offsets = (np.arange(len(chunk) + 1, dtype=np.int64) + chunk.offset) * size
+        else:
+            offsets = chunk.offsets.to_numpy()
+        values = chunk.values
+        if values.null_count:
+            # A slice of a larger array shares the values of its neighbours, nulls included.
+            low, high = int(offsets[0]), int(offsets[-1])
+            values, offsets = values.slice(low, high - low), offsets - low
+            if values.null_count:
+                bad = np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]
+                row = first_row + int(np.searchsorted(offsets, bad, side="right")) - 1
+                raise _null_error(self.name, row, "holds a null")
+        # Booleans are bits in Arrow: they stay there and are widened when a document is read.
+        return (values if self._boolean else values.to_numpy()), offsets
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the length in tokens of each row's document, `[R]`."""
+        lengths = np.empty(self.num_rows, dtype=np.int64)
+        for first, offsets in zip(self._first_rows.tolist(), self._offsets, strict=True):
+            np.subtract(offsets[1:], offsets[:-1], out=lengths[first : first + len(offsets) - 1])
+        return lengths
+
+    def read(
+        self, rows: NDArray[np.integer[Any]], starts: Sequence[int], lengths: Sequence[int]
+    ) -> list[NDArray[Any]]:
+        """Slice pieces of documents out of the column.
+
+        Args:
+            rows: The table row of each piece, `[P]`.
+            starts: The first token of each piece inside its document, `[P]`.
+            lengths: The number of tokens of each piece, `[P]`.
+
+        Returns:
+            One read-only 1-D array per piece, in the stored dtype; a view of the column's buffer
+            except for booleans.
+        """
+        if len(self._values) == 1:
+            begins = self._offsets[0][rows].tolist()
+            return self._slices([self._values[0]] * len(begins), begins, starts, lengths)
+        chunks = np.searchsorted(self._first_rows, rows, side="right") - 1
+        inside = (rows - self._first_rows[chunks]).tolist()
+        numbers = chunks.tolist()
+        offsets, values = self._offsets, self._values
+        begins = [int(offsets[c][r]) for c, r in zip(numbers, inside, strict=True)]
+        return self._slices([values[c] for c in numbers], begins, starts, lengths)
+
+    def _slices(
+        self,
+        values: Sequence[Any],
+        begins: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+    ) -> list[NDArray[Any]]:
+        """Slice each piece out of the values of its chunk."""
+        pieces = zip(values, begins, starts, lengths, strict=True)
+        if self._boolean:
+            return [v.slice(b + s, n).to_numpy(zero_copy_only=False) for v, b, s, n in pieces]
+        return [v[(first := b + s) : first + n] for v, b, s, n in pieces]
+
+
+def check_list_type(name: str, kind: pa.DataType) -> None:
+    """Check that a column holds one flat list of numbers per document.
+
+    Args:
+        name: The column's name, for the message.
+        kind: Its Arrow type.
+
+    Raises:
+        ColumnError: If it is nested deeper (already packed), or no list of numbers.
+    """
+    is_list = _is_list(kind)
+    if is_list and _is_list(kind.value_type):
+        raise ColumnError(
+            f"Column {name!r} has type {kind}: lists of lists, which is what a packed set looks "
+            "like. Packing packs would join documents without their boundaries. Accepted: one "
+            "document per row, as a flat list of tokens. Give an already packed set to the "
+            f"collator as it is, or, if {name!r} is something else, declare "
+            f"columns={{{name!r}: 'document'}} or 'media'."
+        )
+    if not is_list or not (
+        pa.types.is_integer(kind.value_type)
+        or pa.types.is_floating(kind.value_type)
+        or pa.types.is_boolean(kind.value_type)
+    ):
+        raise ColumnError(
+            f"Column {name!r} has type {kind}, but a token column holds one number per token. "
+            "Accepted: a list of integers, floats or booleans as long as the document. Tokenize "
+            f"first, or declare columns={{{name!r}: 'document'}} or 'ignore'."
+        )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    """Tell whether a type is one of the list types whose offsets are contiguous."""
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def _null_error(name: str, row: int, found: str) -> ColumnError:
+    """Return the error for a null in a token column."""
+    return ColumnError(
+        f"Column {name!r} of row {row} {found}. There is no token to put in its place, and "
+        "skipping it would shift the columns against each other. Accepted: a number for every "
+        f"token. Filter the row out, or write columns={{{name!r}: 'ignore'}}."
+    )
+
+
+def nest(values: pa.Array, inner: NDArray[np.int64], outer: NDArray[np.int64]) -> pa.ListArray:
+    """Lay two levels of list offsets over flat values: packs of documents of tokens.
+
+    Args:
+        values: Flat values, `[tokens]`.
+        inner: Offsets of the documents into the values, `[documents + 1]`.
+        outer: Offsets of the packs into the documents, `[packs + 1]`.
+
+    Returns:
+        An array of lists of lists, `[packs]`, that shares the values.
+
+    Raises:
+        OverflowError: If the values pass the 32-bit offsets of one Arrow chunk.
+    """
+    limit = np.iinfo(np.int32).max
+    if int(inner[-1]) > limit or int(outer[-1]) > limit:
+        raise OverflowError(
+            f"{int(inner[-1])} tokens do not fit the int32 offsets of one Arrow chunk ({limit})."
+        )
+    documents = pa.ListArray.from_arrays(pa.array(inner.astype(np.int32)), values)
+    return pa.ListArray.from_arrays(pa.array(outer.astype(np.int32)), documents)

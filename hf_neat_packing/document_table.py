@@ -1,0 +1,198 @@
+"""The documents of a `datasets.Dataset`: their rules, their lengths, and pieces of them on demand."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from hf_neat_packing.arrow import ListColumn
+from hf_neat_packing.columns import ColumnRule, check_document_lengths, resolve_column_rules
+from hf_neat_packing.errors import ColumnError
+
+if TYPE_CHECKING:
+    import datasets
+
+
+class DocumentTable:
+    """Open the columns of a data set for reading by document.
+
+    Nothing is loaded: token columns are slices of the Arrow buffers, other columns are left to
+    `datasets` (so that images are decoded when a document is read, and not before). A pickle
+    holds the data set, which of a memory-mapped one means its paths, and the rules.
+
+    Args:
+        dataset: One document per row; shuffled, selected and sliced sets are read in their order.
+        columns: Rules by column name, for names that the defaults do not know.
+
+    Attributes:
+        rules: The `ColumnRule` of each column.
+
+    Raises:
+        ColumnError: If a column has no rule, no column holds tokens, a token column is nested or
+            null somewhere, or the rows are made by a function that Arrow does not see.
+    """
+
+    def __init__(
+        self, dataset: "datasets.Dataset", columns: Mapping[str, ColumnRule | str] | None = None
+    ) -> None:
+        self.dataset = dataset
+        self.rules = _rules(dataset, columns)
+        self._open()
+
+    def _open(self) -> None:
+        """Open the columns; repeated after unpickling, since views of buffers do not travel."""
+        table = self.dataset.data.table
+        self._rows = row_indices(self.dataset)
+        self._tokens: dict[str, ListColumn] = {}
+        self._others: dict[str, Callable[[Sequence[int]], list[Any]]] = {}
+        for name, rule in self.rules.items():
+            if rule.kind == "token":
+                self._tokens[name] = ListColumn(name, table.column(name))
+            elif rule.kind != "ignore":
+                self._others[name] = _Decoded(self.dataset, name)
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the tokens of each document, `[documents]`, once all token columns agree on them.
+
+        Raises:
+            ColumnError: If two token columns disagree on a document.
+        """
+        lengths = {name: column.lengths() for name, column in self._tokens.items()}
+        if self._rows is not None:
+            lengths = {name: values[self._rows] for name, values in lengths.items()}
+        check_document_lengths(lengths)
+        return lengths["input_ids"] if "input_ids" in lengths else next(iter(lengths.values()))
+
+    def read(
+        self, documents: NDArray[np.integer[Any]], starts: Sequence[int], lengths: Sequence[int]
+    ) -> dict[str, list[Any]]:
+        """Read pieces of documents from every column that is not ignored.
+
+        Args:
+            documents: The document of each piece, `[pieces]`.
+            starts: The first token of each piece inside its document, `[pieces]`.
+            lengths: The tokens of each piece, `[pieces]`.
+
+        Returns:
+            For each column one value per piece: 1-D arrays for token columns, decoded values for
+            the others.
+        """
+        rows = documents if self._rows is None else self._rows[documents]
+        pieces: dict[str, list[Any]] = {}
+        for name in self.rules:
+            if name in self._tokens:
+                pieces[name] = self._tokens[name].read(rows, starts, lengths)
+            elif name in self._others:
+                pieces[name] = self._others[name](documents.tolist())
+        if "position_ids" in self._tokens and any(starts):
+            # Positions restart in each piece, as they do in any document.
+            positions = zip(pieces["position_ids"], starts, strict=True)
+            pieces["position_ids"] = [p - p[0] if start else p for p, start in positions]
+        return pieces
+
+    def read_tokens(
+        self,
+        name: str,
+        documents: NDArray[np.integer[Any]],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+    ) -> pa.Array:
+        """Lay pieces of one token column end to end, as one flat Arrow array `[tokens]`."""
+        rows = documents if self._rows is None else self._rows[documents]
+        column = self._tokens[name]
+        pieces = column.read(rows, starts, lengths)
+        if name == "position_ids" and any(starts):
+            pieces = [p - p[0] if s else p for p, s in zip(pieces, starts, strict=True)]
+        return pa.array(np.concatenate(pieces) if pieces else [], type=column.value_type)
+
+    def read_stored(self, name: str, documents: NDArray[np.integer[Any]]) -> pa.Array:
+        """Return one document-level value per piece as Arrow stores it, not decoded, `[pieces]`."""
+        selected = self.dataset.select_columns([name]).with_format("arrow")
+        return selected[documents.tolist()].column(name).combine_chunks()
+
+    def has_media(self, document: int) -> str | None:
+        """Return the name of a media column in which this document has something, if any."""
+        for name, rule in self.rules.items():
+            if rule.kind == "media":
+                value = self._others[name]([document])[0]
+                if value is not None and (not hasattr(value, "__len__") or len(value)):
+                    return name
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"dataset": self.dataset, "rules": self.rules}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+
+class _Decoded:
+    """Read one document-level column as `datasets` decodes it."""
+
+    def __init__(self, dataset: "datasets.Dataset", name: str) -> None:
+        selected = dataset.select_columns([name])
+        if dataset.format["type"] is None and _is_numeric_array(dataset.features[name]):
+            # Pixels as Python lists would be many times slower to read, and larger.
+            selected = selected.with_format("numpy")
+        self._selected, self._name = selected, name
+
+    def __call__(self, documents: Sequence[int]) -> list[Any]:
+        """Return one value per document."""
+        return list(self._selected[documents][self._name])
+
+
+def _is_numeric_array(feature: Any) -> bool:
+    """Tell whether a feature is a list, of any depth, of numbers."""
+    depth = 0
+    while not hasattr(feature, "dtype"):
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        if inner is None:
+            return False
+        feature, depth = inner, depth + 1
+    is_array = hasattr(feature, "shape")
+    number = feature.dtype.startswith(("int", "uint", "float", "bool"))
+    return bool(number and (depth or is_array))
+
+
+def _rules(
+    dataset: "datasets.Dataset", declared: Mapping[str, ColumnRule | str] | None
+) -> dict[str, ColumnRule]:
+    """Give each visible column its rule, and check that there are tokens to pack."""
+    if dataset.format["type"] == "custom":
+        raise ColumnError(
+            "The data set has a transform (set_transform / with_transform), so its rows are made "
+            "when they are read and have no lengths to plan with. Accepted: stored token columns. "
+            "Write dataset.with_format(None).map(transform, batched=True) first."
+        )
+    names = dataset.format["columns"] or dataset.column_names
+    rules = resolve_column_rules(names, declared)
+    for name, rule in rules.items():
+        kind = dataset.data.table.schema.field(name).type
+        scalar = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        if rule.kind == "token" and scalar and name not in (declared or {}):
+            # An integer `labels` is a class: one value per document.
+            rules[name] = ColumnRule("document")
+    if not any(rule.kind == "token" for rule in rules.values()):
+        raise ColumnError(
+            f"None of the columns {list(rules)} holds tokens, so there is nothing to pack. "
+            "Accepted: a column of lists of token ids, such as input_ids. Tokenize first: "
+            "dataset.map(lambda batch: tokenizer(batch['text']), batched=True)."
+        )
+    return rules
+
+
+def row_indices(dataset: "datasets.Dataset") -> NDArray[np.int64] | None:
+    """Return the table row of each document, `[documents]`, or None where they are the same.
+
+    `shuffle`, `select` and `filter` leave the table as it is and keep a list of rows beside it.
+    """
+    # No public reader exists, and flatten_indices() would copy every token.
+    indices = dataset._indices  # noqa: SLF001
+    if indices is None:
+        return None
+    # Stored as uint64, which numpy would mix with int64 into floats.
+    rows: NDArray[np.int64] = indices.column(0).to_numpy().view(np.int64)
+    return rows

@@ -1,0 +1,182 @@
+"""Write packs as real nested Arrow columns: gathered batch by batch, laid out by offsets alone."""
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from hf_neat_packing.arrow import nest
+from hf_neat_packing.columns import ColumnRule
+
+if TYPE_CHECKING:
+    import datasets
+
+    from hf_neat_packing.packed_dataset import PackedDataset
+
+# Large enough for memory bandwidth, small enough that a batch is a small part of any set.
+_TOKENS_PER_BATCH = 2**21
+
+
+def nested_features(
+    features: "datasets.Features", rules: Mapping[str, ColumnRule]
+) -> "datasets.Features":
+    """Return the features of a packed set: one list level above those of the documents.
+
+    Args:
+        features: Features of the documents.
+        rules: The rule of each column to be packed; `ignore` leaves it out.
+    """
+    from datasets import Features
+
+    nested: dict[str, Any] = {}
+    for name, rule in rules.items():
+        feature = features[name]
+        if rule.kind == "token":
+            # A piece may be shorter than its document, so a fixed length does not survive.
+            nested[name] = [[feature[0] if isinstance(feature, list) else feature.feature]]
+        elif rule.kind != "ignore":
+            nested[name] = [feature]
+    return Features(nested)
+
+
+def materialize(view: "PackedDataset", *, num_proc: int | None = None) -> "datasets.Dataset":
+    """Write the packs of a view as a `datasets.Dataset`, in memory or in a cache file.
+
+    Args:
+        view: The view.
+        num_proc: Threads that gather documents.
+
+    Returns:
+        A data set with one row per pack and nested columns. It is in memory where the view's data
+        set is, and otherwise a memory-mapped file beside it, named by a fingerprint of data and
+        plan and used again if it is there.
+    """
+    import datasets
+
+    source = view.dataset
+    fingerprint = _fingerprint(view)
+    info = datasets.DatasetInfo(
+        description=source.info.description,
+        citation=source.info.citation,
+        homepage=source.info.homepage,
+        license=source.info.license,
+        features=view.features,
+    )
+    keywords = {"info": info, "split": source.split, "fingerprint": fingerprint}
+    schema = view.features.arrow_schema
+    if not source.cache_files:
+        table = pa.Table.from_batches(_batches(view, schema, num_proc), schema=schema)
+        return datasets.Dataset(datasets.table.InMemoryTable(table), **keywords)
+    path = Path(source.cache_files[0]["filename"]).parent / f"packed-{fingerprint}.arrow"
+    if not (path.exists() and datasets.is_caching_enabled()):
+        with (
+            _replacing(path) as unfinished,
+            pa.OSFile(str(unfinished), "wb") as file,
+            pa.ipc.new_stream(file, schema) as writer,
+        ):
+            for batch in _batches(view, schema, num_proc):
+                writer.write_batch(batch)
+    return datasets.Dataset(datasets.table.MemoryMappedTable.from_file(str(path)), **keywords)
+
+
+def write_parquet(view: "PackedDataset", path: Path, *, num_proc: int | None = None) -> None:
+    """Write the packs of a view as one parquet file, a batch at a time.
+
+    Args:
+        view: The view.
+        path: The file; it appears only when it is complete.
+        num_proc: Threads that gather documents.
+    """
+    schema = view.features.arrow_schema
+    with _replacing(path) as unfinished, pq.ParquetWriter(unfinished, schema) as writer:
+        for batch in _batches(view, schema, num_proc):
+            writer.write_batch(batch)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Give a name to write under, and move the file to its own name only if all went well."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _batches(
+    view: "PackedDataset", schema: pa.Schema, num_proc: int | None
+) -> Iterator[pa.RecordBatch]:
+    """Gather all packs in order, a bounded number of batches ahead, behind a progress bar."""
+    from datasets.utils import tqdm
+
+    offsets = view.plan.offsets
+    tokens = np.concatenate(([0], np.cumsum(view.plan.lengths, dtype=np.int64)))[offsets]
+    # A batch ends with the first pack that reaches its share of tokens.
+    marks = np.arange(_TOKENS_PER_BATCH, int(tokens[-1]), _TOKENS_PER_BATCH)
+    bounds = np.unique([0, *np.searchsorted(tokens, marks).tolist(), len(view)]).tolist()
+    spans = list(pairwise(bounds))
+    with tqdm(total=len(view), unit=" packs", desc="Packing") as bar:
+        if num_proc is None or num_proc < 2:
+            for first, last in spans:
+                yield _batch(view, schema, first, last)
+                bar.update(last - first)
+            return
+        with ThreadPoolExecutor(num_proc) as pool:
+            waiting: deque[Future[pa.RecordBatch]] = deque()
+            for first, last in spans:
+                waiting.append(pool.submit(_batch, view, schema, first, last))
+                if len(waiting) > num_proc:
+                    yield _finish(waiting.popleft(), bar)
+            while waiting:
+                yield _finish(waiting.popleft(), bar)
+
+
+def _finish(future: "Future[pa.RecordBatch]", bar: Any) -> pa.RecordBatch:
+    """Wait for a batch and show it on the bar."""
+    batch = future.result()
+    bar.update(batch.num_rows)
+    return batch
+
+
+def _batch(view: "PackedDataset", schema: pa.Schema, first: int, last: int) -> pa.RecordBatch:
+    """Gather the packs `first` to `last` into one record batch of nested columns."""
+    plan = view.plan
+    outer: NDArray[np.int64] = plan.offsets[first : last + 1] - plan.offsets[first]
+    span = slice(int(plan.offsets[first]), int(plan.offsets[last]))
+    documents, lengths = plan.indices[span], plan.lengths[span]
+    inner = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    sizes = lengths.tolist()
+    starts = [0] * len(sizes) if plan.starts is None else plan.starts[span].tolist()
+    columns = []
+    for field in schema:
+        if view.rules[field.name].kind == "token":
+            flat = view.documents.read_tokens(field.name, documents, starts, sizes)
+            columns.append(nest(flat, inner, outer))
+        else:
+            values = view.documents.read_stored(field.name, documents)
+            offsets = pa.array(outer.astype(np.int32))
+            columns.append(pa.ListArray.from_arrays(offsets, values))
+    return pa.RecordBatch.from_arrays(
+        [column.cast(field.type) for column, field in zip(columns, schema, strict=True)],
+        schema=schema,
+    )
+
+
+def _fingerprint(view: "PackedDataset") -> str:
+    """Hash what decides the packs: the data set, the plan and the rules."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(view.dataset._fingerprint.encode())  # noqa: SLF001
+    digest.update(repr(sorted(view.rules.items(), key=lambda item: item[0])).encode())
+    for part in (view.plan.indices, view.plan.offsets, view.plan.lengths, view.plan.starts):
+        digest.update(b"|" if part is None else np.ascontiguousarray(part).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,88 @@
+"""Packs written as nested Arrow columns hold what the view shows, and are found again."""
+
+import datasets
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from hf_neat_packing import materialize
+from hf_neat_packing.dataset import pack_dataset
+from hf_neat_packing.planning import PackingReport
+
+
+@pytest.fixture
+def on_disk(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 500, n).tolist() for n in rng.integers(1, 40, 300)]
+    dataset = Dataset.from_dict({"input_ids": rows, "labels": rows, "label": list(range(300))})
+    dataset.save_to_disk(tmp_path / "documents")
+    return datasets.load_from_disk(tmp_path / "documents")
+
+
+def plain(packs):
+    return [{k: [np.asarray(v).tolist() for v in vs] for k, vs in p.items()} for p in packs]
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    monkeypatch.setattr(materialize, "_TOKENS_PER_BATCH", 500)
+
+
+@pytest.mark.parametrize("threads", [None, 3])
+@pytest.mark.usefixtures("small_batches")
+def test_written_packs_equal_the_view_in_any_number_of_batches_and_threads(on_disk, threads):
+    view = pack_dataset(on_disk.shuffle(seed=1), max_length=64)
+    written = view.materialize(num_proc=threads)
+    assert len(written.data.table.column(0).chunks) > 5
+    assert plain(written) == plain(view)
+    assert written.features == view.features
+
+
+def test_a_memory_mapped_set_is_written_beside_it_and_found_again(on_disk, monkeypatch):
+    first = pack_dataset(on_disk, max_length=64, materialize=True)
+    path = first.cache_files[0]["filename"]
+    monkeypatch.setattr(materialize, "_batches", lambda *_: pytest.fail("written twice"))
+    again = pack_dataset(on_disk, max_length=64, materialize=True)
+    assert again.cache_files[0]["filename"] == path
+    assert again._fingerprint == first._fingerprint
+    with pytest.raises(pytest.fail.Exception):
+        pack_dataset(on_disk, max_length=65, materialize=True)
+
+
+def test_a_write_that_fails_leaves_no_file_behind(on_disk, monkeypatch):
+    view = pack_dataset(on_disk, max_length=64)
+
+    def breaks(*_):
+        raise RuntimeError("disk full")
+
+    monkeypatch.setattr(materialize, "_batch", breaks)
+    with pytest.raises(RuntimeError, match="disk full"):
+        view.materialize()
+    monkeypatch.undo()
+    assert plain(view.materialize()) == plain(view)
+
+
+def test_an_in_memory_set_is_packed_in_memory():
+    dataset = Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    written = pack_dataset(dataset, max_length=4, materialize=True)
+    assert written.cache_files == []
+    assert sorted(written[0]["input_ids"]) == [[1, 2], [3]]
+
+
+def test_save_to_disk_and_parquet_keep_the_packs_and_the_report(on_disk, tmp_path):
+    view = pack_dataset(on_disk, max_length=64)
+    view.save_to_disk(tmp_path / "packed")
+    assert plain(datasets.load_from_disk(tmp_path / "packed")) == plain(view)
+    report = PackingReport.load(tmp_path / "packed" / "packing_report.json")
+    assert report.to_dict() == view.report.to_dict()
+    view.to_parquet(tmp_path / "packed.parquet")
+    assert plain(pq.read_table(tmp_path / "packed.parquet").to_pylist()) == plain(view)
+    assert plain(Dataset.from_parquet(str(tmp_path / "packed.parquet"))) == plain(view)
+    report = PackingReport.load(tmp_path / "packed.report.json")
+    assert report.to_dict() == view.report.to_dict()
+
+
+def test_split_and_description_are_kept(on_disk):
+    named = Dataset.from_dict({"input_ids": [[1]]}, split=datasets.Split.VALIDATION)
+    assert pack_dataset(named, max_length=4, materialize=True).split == "validation"
