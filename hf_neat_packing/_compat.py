@@ -26,6 +26,7 @@ try:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import (
         ALL_MASK_ATTENTION_FUNCTIONS,
+        LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING,
         bidirectional_mask_function,
         causal_mask_function,
         eager_mask,
@@ -33,7 +34,10 @@ try:
         flex_attention_mask,
         sdpa_mask,
     )
-    from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
+    from transformers.modeling_flash_attention_utils import (
+        FLASH_ATTN_KERNEL_FALLBACK,
+        FlashAttentionKwargs,
+    )
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except ImportError as error:
     raise UnsupportedTransformersError(
@@ -52,8 +56,10 @@ __all__ = [
     "environment",
     "flash_attention_mask",
     "flex_attention_mask",
+    "hub_kernel_mainline_name",
     "is_tracing",
     "known_attention_keys",
+    "mask_kinds",
     "mask_pattern",
     "register_attention",
     "registered_attention",
@@ -94,6 +100,21 @@ def registered_attention(key: str) -> Callable[..., Any] | None:
 def known_attention_keys() -> list[str]:
     """List the keys that a config may hold, sorted."""
     return sorted({"eager", *ALL_ATTENTION_FUNCTIONS.keys()})
+
+
+def hub_kernel_mainline_name(key: str) -> str | None:
+    """Name the mainline key that a hub kernel id (`org/name[@revision][:function]`) stands in for."""
+    repository = key.partition(":")[0].partition("@")[0]
+    return next((n for n, r in FLASH_ATTN_KERNEL_FALLBACK.items() if r == repository), None)
+
+
+def mask_kinds(layer_type: str) -> dict[str, str] | None:
+    """Name the mask pattern behind each mask that a layer type takes; None where it has no entry."""
+    kinds = {"causal": "full", "sliding": "sliding", "chunked": "chunked", "recurrent": "recurrent"}
+    entry = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(layer_type)
+    parts = entry if isinstance(entry, dict) else {layer_type: entry}
+    names = {part: getattr(getattr(f, "func", f), "__name__", "") for part, f in parts.items()}
+    return {p: kinds.get(n.split("_")[1], n) for p, n in names.items()} if entry else None
 
 
 def is_tracing() -> bool:
