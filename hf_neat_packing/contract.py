@@ -1,11 +1,11 @@
 """What a model declares about packing, and the contract that a collator follows.
 
 Two sides meet here without importing each other. A model says what it needs with class attributes
-(inherit a mixin of `mixins`, or write the attribute); a collator reads a contract, any object with the two
+(inherit one of `mixins`, or write the attribute); a collator reads a contract, any object with the two
 attributes of `PackedSequenceContract`. `PackingCapabilities` is the contract that comes from a
 built model; it pickles without the model, so it travels to loader workers.
 
-The keys of a packed batch are named here and nowhere else.
+The boundary keys of a packed batch are named, and the varlen kwargs written, here and nowhere else.
 """
 
 import warnings
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, get_args, runtime_checkable
 
 import torch
+from torch import Tensor
 
+from .documents import full_stream_cu_seqlens
 from .errors import ContractError
 
 PackedMaskType = Literal["block_causal", "document_ids", "flash_varlen"]
@@ -283,3 +285,18 @@ def resolve_packing_contract(
         layout=layout,
         trace=(f"the deprecated keyword named {attn_implementation!r}; no model was looked at",),
     )
+
+
+def varlen_kwargs_from_document_map(document_map: Tensor) -> dict[str, Any]:
+    """Write the boundaries of a batch as the four varlen kwargs of transformers.
+
+    This is the one place where document maps become those keys. Costs one device synchronisation.
+
+    Args:
+        document_map: `[B, S]`.
+
+    Returns:
+        int32 offsets `[segments+1]` of the full stream, and the longest segment as a Python int.
+    """
+    offsets, longest = full_stream_cu_seqlens(document_map)
+    return dict(zip(VARLEN_KEYS, (offsets, offsets, longest, longest), strict=True))
