@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map
 
 from .errors import UnsupportedTransformersError
 
@@ -51,6 +52,7 @@ __all__ = [
     "FlashAttentionKwargs",
     "MaskPattern",
     "PreTrainedConfig",
+    "assert_on_device",
     "attention_key",
     "eager_mask",
     "environment",
@@ -61,12 +63,15 @@ __all__ = [
     "known_attention_keys",
     "mask_kinds",
     "mask_pattern",
+    "plain_torch_function",
     "register_attention",
     "registered_attention",
     "registered_mask",
     "sdpa_attention_forward",
     "sdpa_mask",
     "torch_varlen_attention",
+    "tree_map",
+    "wrapper_tensor",
 ]
 
 _MASKING_MODULE = causal_mask_function.__module__
@@ -120,6 +125,11 @@ def mask_kinds(layer_type: str) -> dict[str, str] | None:
 def is_tracing() -> bool:
     """Whether torch records a graph, so that no value may be read and no object may be made."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Check a condition without reading it to the host; a false one aborts the device's work."""
+    torch._assert_async(condition, message)
 
 
 class MaskPattern(NamedTuple):
@@ -185,6 +195,15 @@ def _leaves(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]
             yield name, cells
     else:
         yield "unknown", {}
+
+
+def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], device: Any) -> torch.Tensor:
+    """Make a bool tensor that has a shape and no storage; every operation on it dispatches to its class."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+
+
+# Operations on a wrapper tensor go to `__torch_dispatch__`, and results are not turned into the subclass.
+plain_torch_function = torch._C._disabled_torch_function_impl
 
 
 def torch_varlen_attention() -> Callable[..., Any] | None:
