@@ -33,6 +33,7 @@ def pack_dataset(
     columns: Mapping[str, ColumnRule | str] | None = None,
     materialize: bool = False,
     num_proc: int | None = None,
+    buffer: int = 4096,
 ) -> Any:
     """Pack the documents of a data set into rows of at most `max_length` tokens.
 
@@ -46,12 +47,14 @@ def pack_dataset(
         truncate_side: The side that `truncate` cuts, `right` or `left`.
         min_length: Documents with fewer tokens are dropped, and counted.
         on_empty: `drop` (and count) empty documents, or `error`.
-        seed: Seeds the order of documents and packs; None keeps the order of arrival.
+        seed: Seeds the order of documents and packs; None keeps the order of arrival. A stream
+            keeps its order: shuffle it before.
         columns: How columns are packed, by name: a `ColumnRule` or one of `token`, `document`,
             `media`, `ignore`. Needed for names that `DEFAULT_COLUMN_RULES` does not know.
         materialize: Write the packs as a real `datasets.Dataset` with nested columns, for hosts
             that insist on one, in place of the view.
         num_proc: Threads that gather documents when `materialize` writes them.
+        buffer: Documents to read ahead of an `IterableDataset`.
 
     Returns:
         A `PackedDataset`; for a `DatasetDict` a dict of them; for an `IterableDataset` a
@@ -68,7 +71,7 @@ def pack_dataset(
         max_length, strategy, on_overlong, truncate_side, min_length, on_empty, seed
     )
     if isinstance(dataset, (library.IterableDataset, library.IterableDatasetDict)):
-        return _pack_streams(dataset, arguments, columns, materialize)
+        return _pack_streams(dataset, arguments, columns, materialize, buffer)
 
     def pack(split: "datasets.Dataset") -> Any:
         view = PackedDataset(split, arguments, columns=columns)
@@ -104,6 +107,7 @@ def _pack_streams(
     arguments: PlanArguments,
     columns: Mapping[str, ColumnRule | str] | None,
     materialize: bool,
+    buffer: int,
 ) -> Any:
     """Pack an iterable data set, or each split of a dict of them, as a stream."""
     from hf_neat_packing.streams import pack_stream
@@ -114,10 +118,11 @@ def _pack_streams(
             f"materialized nor planned by strategy={arguments.strategy!r}. Accepted: "
             "materialize=False, strategy='best_fit'. Load a datasets.Dataset for the others."
         )
-    keywords = {key: value for key, value in vars(arguments).items() if key != "strategy"}
+    keywords = {"columns": columns, "buffer": buffer, **vars(arguments)}
+    del keywords["strategy"], keywords["seed"]
     if isinstance(dataset, dict):
-        return {k: pack_stream(v, columns=columns, **keywords) for k, v in dataset.items()}
-    return pack_stream(dataset, columns=columns, **keywords)
+        return {name: pack_stream(split, **keywords) for name, split in dataset.items()}
+    return pack_stream(dataset, **keywords)
 
 
 def nest_flat_packs(
