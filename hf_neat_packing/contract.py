@@ -122,21 +122,21 @@ class LayerMask:
 
     Attributes:
         layer_type: name in `config.layer_types`, the key of a dict of masks.
-        kind: everything before, a sliding window, or chunks counted from the document's start.
-        size: tokens of the window or chunk, the query included; None for `full`.
+        kind: everything, a sliding window, chunks counted from the document's start, or no mask at all
+            (`recurrent`, None in a dict of masks).
+        size: what the config says for windows and chunks, None for the others. A causal window of `size` holds
+            the query and `size - 1` tokens before it; a bidirectional one `size` tokens on each side.
     """
 
     layer_type: str = "full_attention"
-    kind: Literal["full", "sliding", "chunked"] = "full"
+    kind: Literal["full", "sliding", "chunked", "recurrent"] = "full"
     size: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.size is None) != (self.kind == "full") or (
-            self.size is not None and self.size < 1
-        ):
+        if (self.kind in ("sliding", "chunked")) != (self.size is not None and self.size > 0):
             raise ContractError(
-                f"A {self.kind!r} mask of layer type {self.layer_type!r} has size {self.size!r}; `full` takes none, "
-                "`sliding` and `chunked` take their tokens, 1 or more."
+                f"The {self.kind!r} mask of {self.layer_type!r} has size {self.size!r}; `sliding` and "
+                "`chunked` take 1 token or more, `full` and `recurrent` none."
             )
 
 
