@@ -7,6 +7,7 @@ several patterns, one mask would be wrong in some layers and the model is refuse
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -14,11 +15,53 @@ import torch
 from torch import nn
 
 from ._compat import attention_key, mask_kinds
-from .contract import LayerMask, MaskDelivery
+from .contract import LayerMask, MaskDelivery, PackingCapabilities
 from .errors import UnsupportedModelError
 
 # Recurrent layer types before transformers gave them an entry among the mask patterns.
 _RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "hybrid")
+
+
+def describe_layers(capabilities: PackingCapabilities, model: Any) -> PackingCapabilities:
+    """Add to the capabilities of a model what the collator reads from its config and modules.
+
+    Args:
+        capabilities: mask type and layout; mask patterns are read for 4-D masks only.
+        model: the unwrapped model; without a config nothing is added.
+
+    Raises:
+        UnsupportedModelError: an encoder-decoder, or patterns that the model's 4-D masks cannot carry.
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        return capabilities
+    text = text_config(config)
+    if getattr(text, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder: it has two rows of documents and cross-attention between "
+            "them, which one document map cannot keep apart. Accepted: decoder-only and encoder-only models."
+        )
+    trace = capabilities.trace
+    if text is not config and attention_key(text) != attention_key(config):
+        trace += (
+            f"the text part runs {attention_key(text)!r}, the whole {attention_key(config)!r}",
+        )
+    masks = {}
+    if capabilities.packed_mask_type == "block_causal":
+        found, delivery = layer_masks(model, text)
+        masks = {
+            "layer_masks": found,
+            "mask_delivery": delivery,
+            "is_causal": is_causal(model, text),
+        }
+    return replace(
+        capabilities,
+        **masks,  # type: ignore[arg-type]
+        requires_seq_idx=has_recurrent_layers(model, text),
+        mask_dtype=mask_dtype(model),
+        position_ids_start=position_ids_start(model),
+        trace=trace,
+    )
 
 
 def text_config(config: Any) -> Any:
