@@ -37,6 +37,7 @@ class Regroup(NamedTuple):
         source: int64 `[slots]`, the short-stream token that a bucket slot copies (padding slots
             repeat the last token of their document, whose value never matters).
         slot: int64 `[short tokens]`, the bucket slot of each token of the short stream.
+        in_order: whether the short stream already lies as the buckets want it.
     """
 
     alone: tuple[int, ...]
@@ -44,6 +45,7 @@ class Regroup(NamedTuple):
     stretches: tuple[tuple[int, int | None], ...]
     source: Tensor
     slot: Tensor
+    in_order: bool
 
 
 @lru_cache(maxsize=64)
@@ -68,7 +70,9 @@ def share_calls(lengths: tuple[int, ...], num_heads: int) -> Regroup:
         else:
             stretches.append((length, None))
     alone = tuple(n for n in range(len(lengths)) if n not in shared)
-    return Regroup(alone, tuple(buckets), tuple(stretches), *_slots(lengths, short, buckets))
+    source, slot = _slots(lengths, short, buckets)
+    in_order = source.numel() == slot.numel() and bool((slot.diff() == 1).all())
+    return Regroup(alone, tuple(buckets), tuple(stretches), source, slot, in_order)
 
 
 def _fill_buckets(lengths: tuple[int, ...], short: list[int], overhead: int) -> list[Bucket]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from .buckets import Bucket, share_calls
+from .buckets import Regroup, share_calls
 from .call import VarlenCall
 
 # A window is walked in blocks when the document is this many windows long: below, one masked call
@@ -68,50 +68,43 @@ def attention(call: VarlenCall) -> Tensor:
     if len(lengths) == 1:
         return _bucket(call, *call[:3], num_documents=1, width=lengths[0], real=None)
     plan = share_calls(lengths, call.query.shape[1])
+    if not plan.alone:
+        return _shared_calls(call, call[:3], plan, lengths)
     sizes = [tokens for tokens, _ in plan.stretches]
     pieces = list(zip(*(x.split(sizes) for x in call[:3]), strict=True))
+    shared = [index for index, (_, document) in enumerate(plan.stretches) if document is None]
     outputs: list[Tensor | None] = [None] * len(pieces)
-    shared: list[int] = []
     for index, (tokens, document) in enumerate(plan.stretches):
-        if document is None:
-            shared.append(index)
-        else:
+        if document is not None:
             outputs[index] = _bucket(call, *pieces[index], num_documents=1, width=tokens, real=None)
     if shared:
-        streams = [
-            torch.cat([piece[x] for piece in (pieces[i] for i in shared)])
-            if len(shared) > 1
-            else pieces[shared[0]][x]
-            for x in range(3)
-        ]
-        merged = _shared_calls(call, streams, plan.source, plan.slot, plan.buckets, lengths)
+        streams = tuple(torch.cat([pieces[index][x] for index in shared]) for x in range(3))
+        merged = _shared_calls(call, streams, plan, lengths)
         for index, output in zip(shared, merged.split([sizes[i] for i in shared]), strict=True):
             outputs[index] = output
     return torch.cat([output for output in outputs if output is not None])
 
 
 def _shared_calls(
-    call: VarlenCall,
-    streams: list[Tensor],
-    source: Tensor,
-    slot: Tensor,
-    buckets: tuple[Bucket, ...],
-    lengths: tuple[int, ...],
+    call: VarlenCall, streams: tuple[Tensor, ...], plan: Regroup, lengths: tuple[int, ...]
 ) -> Tensor:
     """Run the buckets over the short stream and lay their outputs back into stream order."""
     device = call.query.device
-    source, slot = source.to(device), slot.to(device)
-    gathered = [_Gather.apply(stream, source, slot) for stream in streams]  # type: ignore[no-untyped-call]
-    sizes = [len(bucket.documents) * bucket.width for bucket in buckets]
+    source, slot = plan.source.to(device), plan.slot.to(device)
+    if not plan.in_order:
+        streams = tuple(_Gather.apply(x, source, slot) for x in streams)  # type: ignore[no-untyped-call]
+    sizes = [len(bucket.documents) * bucket.width for bucket in plan.buckets]
     outputs = []
-    for bucket, *tensors in zip(buckets, *(x.split(sizes) for x in gathered), strict=True):
+    for bucket, *tensors in zip(plan.buckets, *(x.split(sizes) for x in streams), strict=True):
         real = torch.tensor([lengths[n] for n in bucket.documents], device=device)
+        num_documents = len(bucket.documents)
         outputs.append(
-            _bucket(
-                call, *tensors, num_documents=len(bucket.documents), width=bucket.width, real=real
-            )
+            _bucket(call, *tensors, num_documents=num_documents, width=bucket.width, real=real)
         )
-    return _Scatter.apply(torch.cat(outputs), slot)  # type: ignore[no-untyped-call, no-any-return]
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    if plan.in_order:
+        return output
+    return _Scatter.apply(output, slot)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _bucket(
