@@ -39,6 +39,13 @@ _DATASET_METHODS = frozenset(
 )
 
 
+class RepeatedPack(int):
+    """Index of a pack that an epoch has given before, to fill the last step of all ranks.
+
+    A `PackedDataset` gives such a pack without labels: it is in no loss twice.
+    """
+
+
 @dataclass(frozen=True)
 class PlanArguments:
     """The arguments of `plan_packing` that a view keeps, so that it can plan another epoch."""
@@ -125,10 +132,16 @@ class PackedDataset(TorchDataset[Pack]):
         if not -size <= index < size:
             raise IndexError(f"Pack {index} of a packed set with {size} packs.")
         index %= size
-        return self.read(int(self.plan.offsets[index]), int(self.plan.offsets[index + 1]))
+        found = self.read(int(self.plan.offsets[index]), int(self.plan.offsets[index + 1]))
+        return _without_labels(found) if isinstance(pack, RepeatedPack) else found
 
     def __getitems__(self, packs: Sequence[int]) -> list[Pack]:
-        return [self[pack] for pack in packs]
+        found = [self[pack] for pack in packs]
+        if any("labels" in pack for pack in found):
+            # Only a repeated pack can bring labels that the others lack: a batch has them or not.
+            for pack in found:
+                pack.setdefault("labels", pack.get("input_ids", []))
+        return found
 
     def __iter__(self) -> Iterator[Pack]:
         return (self[pack] for pack in range(len(self)))
@@ -232,3 +245,12 @@ class PackedDataset(TorchDataset[Pack]):
             f"PackedDataset(packs={len(self)}, documents={self.dataset.num_rows}, "
             f"max_length={self._arguments.max_length}, columns={self.column_names})"
         )
+
+
+def _without_labels(pack: Pack) -> Pack:
+    """Give every token, or every document of a classification set, the label that losses ignore."""
+    scalar = "labels" in pack and not hasattr(pack["labels"][0], "__len__")
+    tokens = pack["input_ids"] if "input_ids" in pack else next(iter(pack.values()))
+    ignored = [-100 if scalar else np.full(len(ids), -100, dtype=np.int64) for ids in tokens]
+    shifted = {"shift_labels": ignored} if "shift_labels" in pack else {}
+    return {**pack, "labels": ignored, **shifted}
