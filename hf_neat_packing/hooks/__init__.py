@@ -1,0 +1,1 @@
+"""Removable forward hooks: nothing outside the module that carries one is changed."""
