@@ -4,7 +4,9 @@ Importing the package registers the attention key `neat_varlen` with transformer
 """
 
 from .attention import ATTENTION_KEY, register
+from .collator import DataCollatorForNeatPacking
+from .dataset import pack_dataset
 
-__all__ = ["ATTENTION_KEY", "register"]
+__all__ = ["ATTENTION_KEY", "DataCollatorForNeatPacking", "pack_dataset", "register"]
 
 register()

@@ -1,0 +1,242 @@
+"""`DataCollatorForNeatPacking`: documents or packs in, the batch that this model needs out.
+
+The collator follows a contract (`PackingCapabilities`), not a name list. It holds no model, so it
+pickles into loader workers.
+
+Legend: `B` rows, `S` tokens in a row.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from ._compat import DataCollatorWithFlattening
+from .capabilities import model_capabilities
+from .columns import ColumnRule
+from .contract import (
+    DOCUMENT_MAP_KEY,
+    PackedSequenceContract,
+    PackingCapabilities,
+    as_packing_capabilities,
+    resolve_packing_contract,
+    varlen_kwargs_from_document_map,
+)
+from .documents import seq_idx_from_document_map
+from .errors import ContractError, UnsupportedModelError
+from .masks import masks_for
+from .metadata import build_packed_sequence_metadata
+from .packed_batch import IGNORE_INDEX, PackedBatch, is_pack, pack_rows, split_packs
+from .planning import plan_packing
+from .wrappers import forward_parameters, takes_any_keyword, unwrap
+
+# Losses that compare each token with its own label instead of the next token's.
+_UNSHIFTED_LOSSES = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
+
+_VARLEN = PackingCapabilities(
+    packed_mask_type="flash_varlen",
+    attention_key="neat_varlen",
+    trace=("no model and no contract given: varlen kwargs, for `neat_varlen` and the flash keys",),
+)
+
+
+class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[misc]
+    """Pack documents into rows and say where each begins, in the form that the model reads.
+
+    Features are documents (`input_ids` and other columns), packs (nested columns, one inner list per
+    document, as `pack_dataset` yields) or lists of documents. The batch holds:
+
+    * `input_ids`, `labels`, `position_ids`: int64 `[B, S]`. The first label of each document is
+      `separator_id`; labels are the input ids where the data has none. Positions restart.
+    * `_packed_seq_ids`: the document map `[B, S]`, 1-based in each row, 0 = padding.
+    * for attention that reads offsets: `cu_seq_lens_q`, `cu_seq_lens_k` (int32 `[segments + 1]`),
+      `max_length_q`, `max_length_k` (Python ints), and no `attention_mask`;
+    * for `sdpa`, `eager` and `flex_attention`: `attention_mask`, 4-D, one per layer type where the
+      model takes several;
+    * `seq_idx` and the unpadded bundle where the contract asks for them;
+    * every other column by its rule: per token `[B, S]`, per document `[N]`, media joined.
+
+    Args:
+        model: the built model; what it needs is read once, and the model is not kept. Without a
+            model and a contract the batch is for `neat_varlen` and the flash keys.
+        contract: what `configure_packing` returned, or any object with the two attributes of
+            `PackedSequenceContract`; instead of `model`.
+        row_length: fixed tokens of a row. Packs lie one to a row; single documents are packed
+            into as few rows as best-fit decreasing needs.
+        pad_to_multiple_of: round rows up to a multiple of this.
+        pad_token_id: token id of the padding tail.
+        columns: rules for further columns, by name: a `ColumnRule` or its kind.
+        rows: `flat` joins the batch into one row, `packs` gives each feature a row of its own.
+            Default: packs get rows of their own where a 4-D mask would grow with the square of the
+            joined row, or where `row_length` is given; everything else is joined.
+        separator_id: label of each document's first token.
+        position_ids_start: position of a document's first token; default: the model's.
+        return_seq_idx: add `seq_idx`; default: where the contract asks for it.
+        return_position_ids: leave False for models without positions.
+        return_flash_attn_kwargs: must stay True; packed rows without boundaries would mix.
+        attn_implementation: deprecated, use `model`.
+        return_tensors: `pt`, the only form.
+
+    Raises:
+        ContractError: a contract and a model, or options that would lose the boundaries.
+        UnsupportedModelError: a model that cannot take packed rows.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        contract: PackedSequenceContract | None = None,
+        row_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        pad_token_id: int = 0,
+        columns: Mapping[str, ColumnRule | str] | None = None,
+        rows: Literal["flat", "packs"] | None = None,
+        separator_id: int = IGNORE_INDEX,
+        position_ids_start: int | None = None,
+        return_seq_idx: bool | None = None,
+        return_position_ids: bool = True,
+        return_flash_attn_kwargs: bool = True,
+        attn_implementation: str | None = None,
+        return_tensors: str = "pt",
+    ) -> None:
+        if model is not None and contract is not None:
+            raise ContractError(
+                "Both `model` and `contract` were given; the contract is read from the model. Pass one of them."
+            )
+        if not return_flash_attn_kwargs or return_tensors != "pt":
+            raise ContractError(
+                f"return_flash_attn_kwargs={return_flash_attn_kwargs}, return_tensors={return_tensors!r}: a packed "
+                "row without boundaries, or without torch tensors, mixes documents. Leave both at their defaults."
+            )
+        capabilities = _resolve(model, contract, attn_implementation)
+        start = (
+            capabilities.position_ids_start if position_ids_start is None else position_ids_start
+        )
+        super().__init__(
+            return_tensors=return_tensors,
+            return_position_ids=return_position_ids,
+            separator_id=separator_id,
+            return_flash_attn_kwargs=True,
+            return_seq_idx=capabilities.requires_seq_idx
+            if return_seq_idx is None
+            else return_seq_idx,
+            position_ids_start=start,
+        )
+        self.capabilities = capabilities
+        self.row_length = row_length
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.pad_token_id = pad_token_id
+        self.columns = dict(columns or {})
+        self.rows = rows
+        if rows == "flat" and row_length is not None:
+            raise ContractError(
+                f"rows='flat' joins the whole batch into one row, which row_length={row_length} cannot promise to hold. "
+                "Leave `rows` out, or leave `row_length` out."
+            )
+        loss = getattr(unwrap(model), "loss_type", None) if model is not None else None
+        self.shifts_labels = loss not in _UNSHIFTED_LOSSES
+        self.accepted_keys = _accepted_keys(model)
+
+    def __call__(
+        self,
+        features: Sequence[Any],
+        return_tensors: str | None = None,
+        separator_id: int | None = None,
+    ) -> dict[str, Any]:
+        """Collate one batch.
+
+        Args:
+            features: documents, packs or lists of documents.
+            return_tensors: `pt` or None.
+            separator_id: overrides the collator's.
+
+        Raises:
+            ColumnError: columns that cannot be packed, or no token at all.
+        """
+        if return_tensors not in (None, "pt"):
+            raise ContractError(
+                f"return_tensors={return_tensors!r}; packed batches are torch tensors ('pt')."
+            )
+        if not features:
+            return {}
+        first_label = self.separator_id if separator_id is None else separator_id
+        packed = pack_rows(
+            self._rows_of(features),
+            columns=self.columns,
+            row_length=self.row_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_token_id=self.pad_token_id,
+            position_ids_start=self.position_ids_start,
+            first_label=first_label if self.shifts_labels else None,
+            make_labels=self.shifts_labels,
+        )
+        batch = packed.tokens | packed.per_document | packed.media
+        if self.return_position_ids:
+            batch["position_ids"] = packed.position_ids
+        batch |= self._boundaries(packed)
+        if self.accepted_keys is not None:
+            batch = {name: value for name, value in batch.items() if name in self.accepted_keys}
+        return batch
+
+    def _rows_of(self, features: Sequence[Any]) -> list[list[Any]]:
+        rows = split_packs(features)
+        documents = [document for row in rows for document in row]
+        packs = any(is_pack(feature) for feature in features)
+        reads_offsets = self.capabilities.packed_mask_type == "flash_varlen"
+        if self.rows == "packs" or (self.rows is None and packs and not reads_offsets):
+            return rows
+        if self.row_length is None:
+            return [documents]
+        if packs:
+            return rows
+        lengths = [len(document["input_ids"]) for document in documents]
+        plan = plan_packing(lengths, self.row_length, strategy="bfd")
+        return [
+            [documents[document] for document, _, _ in plan.pieces(pack)]
+            for pack in range(len(plan))
+        ]
+
+    def _boundaries(self, packed: PackedBatch) -> dict[str, Any]:
+        """Say where documents begin, in the form of the contract."""
+        document_map = packed.document_map
+        keys: dict[str, Any] = {DOCUMENT_MAP_KEY: document_map}
+        if self.capabilities.packed_mask_type == "flash_varlen":
+            keys |= varlen_kwargs_from_document_map(document_map)
+        elif self.capabilities.packed_mask_type == "document_ids":
+            keys["attention_mask"] = document_map
+        else:
+            keys["attention_mask"] = masks_for(document_map, self.capabilities)
+        if self.return_seq_idx:
+            keys["seq_idx"] = seq_idx_from_document_map(document_map)
+        if self.capabilities.requires_packed_sequence_metadata:
+            keys |= build_packed_sequence_metadata(document_map)
+        return keys
+
+
+def _resolve(
+    model: torch.nn.Module | None,
+    contract: PackedSequenceContract | None,
+    attn_implementation: str | None,
+) -> PackingCapabilities:
+    if model is not None:
+        return model_capabilities(model)
+    if contract is None and attn_implementation is None:
+        return _VARLEN
+    return as_packing_capabilities(
+        resolve_packing_contract(contract or _VARLEN, attn_implementation)
+    )
+
+
+def _accepted_keys(model: torch.nn.Module | None) -> frozenset[str] | None:
+    """List what a forward without `**kwargs` takes; None where it takes everything."""
+    parameters = None if model is None else forward_parameters(unwrap(model))
+    if parameters is None or takes_any_keyword(parameters):
+        return None
+    if "attention_mask" not in parameters and DOCUMENT_MAP_KEY not in parameters:
+        raise UnsupportedModelError(
+            f"{type(unwrap(model)).__name__}.forward takes {sorted(parameters)}: nothing that could carry the "
+            f"boundaries of a packed row, so its documents would see each other. Accepted: `attention_mask`, "
+            f"`{DOCUMENT_MAP_KEY}` or `**kwargs`."
+        )
+    return frozenset(parameters)

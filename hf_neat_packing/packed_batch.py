@@ -1,0 +1,342 @@
+"""Documents laid end to end into rows: the packed batch, before any model has a say in it.
+
+Legend: `B` rows, `S` tokens in a row, `N` documents of the batch, `T` real tokens.
+"""
+
+import warnings
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .columns import ColumnRule, describe_documents
+from .errors import ColumnError
+
+Document = Mapping[str, Any]
+"""One training example: column -> one value per token, or one value."""
+
+IGNORE_INDEX = -100
+"""The label that the loss leaves out."""
+
+# Masks that say which tokens are trained on; they act on the labels and are no input of a model.
+_LABEL_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+
+# Per-token columns that have done their work before the model.
+_SPENT = (*_LABEL_MASKS, "attention_mask", "special_tokens_mask")
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Documents in rows.
+
+    Attributes:
+        tokens: per-token columns, `[B, S]`; `input_ids`, and `labels` where there are any.
+        per_document: per-document columns, `[N]` in document order, or lists of what is no number.
+        media: media columns, joined on dimension 0 in document order.
+        document_map: int64 `[B, S]`, 1-based in each row, 0 in the tail.
+        position_ids: int64 `[B, S]`, restarting in each document and in the tail.
+        lengths: for each row, the tokens of its documents.
+        num_empty: documents without a token, which were left out.
+    """
+
+    tokens: dict[str, Tensor]
+    per_document: dict[str, Any]
+    media: dict[str, Any]
+    document_map: Tensor
+    position_ids: Tensor
+    lengths: tuple[tuple[int, ...], ...]
+    num_empty: int
+
+
+def split_packs(features: Sequence[Document]) -> list[list[Document]]:
+    """Read features as rows of documents.
+
+    Args:
+        features: documents, packs (nested columns: one inner list per document) or lists of
+            documents; all of one kind.
+
+    Returns:
+        The documents of each feature.
+
+    Raises:
+        ColumnError: features without `input_ids`, or packs whose columns disagree on the number of documents.
+    """
+    return [_documents_of(feature, index) for index, feature in enumerate(features)]
+
+
+def is_pack(feature: Any) -> bool:
+    """Whether a feature holds several documents in nested columns, or is a list of documents."""
+    if isinstance(feature, (list, tuple)):
+        return True
+    ids = feature.get("input_ids") if isinstance(feature, Mapping) else None
+    if ids is None or len(ids) == 0:
+        return False
+    return getattr(ids, "ndim", 1) == 1 and hasattr(ids[0], "__len__")
+
+
+def _documents_of(feature: Any, index: int) -> list[Document]:
+    if isinstance(feature, (list, tuple)):
+        return [document for part in feature for document in _documents_of(part, index)]
+    if not isinstance(feature, Mapping) or "input_ids" not in feature:
+        found = sorted(feature) if isinstance(feature, Mapping) else type(feature).__name__
+        raise ColumnError(
+            f"Feature {index} has no `input_ids` (found: {found}). A document is a mapping with one id per token; "
+            "tokenize the data first, and check that the Trainer did not remove the column."
+        )
+    if not is_pack(feature):
+        return [feature]
+    count = len(feature["input_ids"])
+    for name, values in feature.items():
+        if not hasattr(values, "__len__") or isinstance(values, str) or len(values) != count:
+            raise ColumnError(
+                f"Pack {index} holds {count} documents in `input_ids` but not {count} values in column {name!r}. "
+                "In a pack every column is a list with one entry per document; pack the column too, or remove it."
+            )
+    return [
+        dict(zip(feature, values, strict=True)) for values in zip(*feature.values(), strict=True)
+    ]
+
+
+def pack_rows(
+    rows: Sequence[Sequence[Document]],
+    *,
+    columns: Mapping[str, ColumnRule | str] | None = None,
+    row_length: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    pad_token_id: int = 0,
+    position_ids_start: int = 0,
+    first_label: int | None = IGNORE_INDEX,
+    make_labels: bool = True,
+) -> PackedBatch:
+    """Lay documents end to end into rows of one length.
+
+    Args:
+        rows: the documents of each row. Token columns are lists, arrays or tensors.
+        columns: rules for columns beyond the usual ones.
+        row_length: tokens of a row; default: the longest row.
+        pad_to_multiple_of: round the row length up to a multiple of this.
+        pad_token_id: token id of the tail.
+        position_ids_start: position of a document's first token.
+        first_label: label of each document's first token, which no token before it may predict;
+            None keeps the labels as they are.
+        make_labels: take labels from `input_ids` where there is no `labels` column.
+
+    Raises:
+        ColumnError: a column without a rule, columns that disagree on a length, or a row that does
+            not fit into `row_length`.
+    """
+    documents = [document for row in rows for document in row]
+    rules = describe_documents(documents, columns)
+    kept, num_empty = _without_empty([_drop_masked(row) for row in rows])
+    documents = list(chain.from_iterable(kept))
+    lengths = tuple(tuple(len(document["input_ids"]) for document in row) for row in kept)
+    width = _row_length(lengths, row_length, pad_to_multiple_of)
+    flat_lengths = np.fromiter(chain.from_iterable(lengths), dtype=np.int64, count=len(documents))
+    slots = _Slots(lengths, flat_lengths, width)
+    flat = {
+        name: _concatenate(name, [document[name] for document in documents])
+        for name, rule in rules.items()
+        if rule.kind == "token"
+    }
+    _make_labels(flat, slots.starts, rules, first_label=first_label, make_labels=make_labels)
+    tokens = {
+        name: slots.lay(values, _pad_value(name, rules.get(name), pad_token_id))
+        for name, values in flat.items()
+        if name not in _SPENT and name != "position_ids"
+    }
+    positions = slots.positions + position_ids_start
+    if "position_ids" in flat and not np.array_equal(flat["position_ids"], positions):
+        raise ColumnError(
+            f"The documents bring `position_ids` that do not count {position_ids_start}, {position_ids_start + 1}, ... "
+            "inside each document, as every document alone would be numbered. Remove the column: positions are "
+            "made from the boundaries."
+        )
+    return PackedBatch(
+        tokens=tokens,
+        per_document=_per_document(documents, rules),
+        media=_media(documents, rules),
+        document_map=slots.lay(slots.row_documents, 0),
+        position_ids=slots.lay_positions(positions, position_ids_start),
+        lengths=lengths,
+        num_empty=num_empty,
+    )
+
+
+class _Slots:
+    """Where the flat stream of real tokens lies in `[B, S]`."""
+
+    def __init__(
+        self, lengths: tuple[tuple[int, ...], ...], flat: NDArray[np.int64], width: int
+    ) -> None:
+        self.shape = (len(lengths), width)
+        self.starts = np.cumsum(flat) - flat
+        total = int(flat.sum())
+        self.positions = np.arange(total) - np.repeat(self.starts, flat)
+        per_row = [len(row) for row in lengths]
+        numbers = np.arange(1, len(flat) + 1) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+        self.row_documents = np.repeat(numbers, flat)
+        self.filled = [sum(row) for row in lengths]
+        self.dense = all(filled == width for filled in self.filled)
+
+    def lay(self, values: NDArray[Any], pad_value: int | float | bool) -> Tensor:
+        """Lay flat values `[T]` into rows."""
+        if self.dense:
+            return torch.from_numpy(np.ascontiguousarray(values).reshape(self.shape))
+        rows = np.full(self.shape, pad_value, dtype=values.dtype)
+        done = 0
+        for row, filled in zip(rows, self.filled, strict=True):
+            row[:filled] = values[done : done + filled]
+            done += filled
+        return torch.from_numpy(rows)
+
+    def lay_positions(self, positions: NDArray[np.int64], start: int) -> Tensor:
+        """Lay positions into rows; the tail is numbered like one more document."""
+        laid = self.lay(positions, 0)
+        if not self.dense:
+            for row, filled in zip(laid, self.filled, strict=True):
+                row[filled:] = torch.arange(start, start + self.shape[1] - filled)
+        return laid
+
+
+def _drop_masked(row: Sequence[Document]) -> list[Document]:
+    """Leave out tokens that a 0/1 `attention_mask` calls padding: packed, they would be text."""
+    documents: list[Document] = []
+    for document in row:
+        mask = document.get("attention_mask")
+        if mask is None:
+            documents.append(document)
+            continue
+        keep = np.asarray(mask) != 0
+        if keep.all():
+            documents.append(document)
+            continue
+        size = len(keep)
+        documents.append(
+            {
+                name: np.asarray(values)[keep]
+                if hasattr(values, "__len__")
+                and not isinstance(values, str)
+                and len(values) == size
+                else values
+                for name, values in document.items()
+            }
+        )
+    return documents
+
+
+def _without_empty(rows: list[list[Document]]) -> tuple[list[list[Document]], int]:
+    kept = [[document for document in row if len(document["input_ids"])] for row in rows]
+    num_empty = sum(map(len, rows)) - sum(map(len, kept))
+    kept = [row for row in kept if row]
+    if not kept:
+        raise ColumnError(
+            "Every document of the batch is empty (no token): there is nothing to train on, and no boundary to "
+            "keep. Filter empty documents out of the data set."
+        )
+    if num_empty:
+        warnings.warn(
+            f"{num_empty} empty document(s) were left out of a packed batch. Filter them out of the data set to "
+            "keep counts by document exact.",
+            stacklevel=4,
+        )
+    return kept, num_empty
+
+
+def _row_length(
+    lengths: tuple[tuple[int, ...], ...], row_length: int | None, multiple: int | None
+) -> int:
+    longest = max(sum(row) for row in lengths)
+    width = longest if row_length is None else row_length
+    if longest > width:
+        raise ColumnError(
+            f"A row holds {longest} tokens but row_length is {width}: {longest - width} tokens would be cut off. Pack "
+            "with max_length <= row_length, or raise row_length."
+        )
+    return width if multiple is None else -(-width // multiple) * multiple
+
+
+def _concatenate(name: str, values: list[Any]) -> NDArray[Any]:
+    """Join the values of a token column; whole numbers become int64."""
+    first = values[0]
+    if isinstance(first, list):
+        try:
+            joined = array("q")
+            for value in values:
+                joined.extend(value if isinstance(value, list) else value.tolist())
+            return np.frombuffer(joined, dtype=np.int64)
+        except TypeError:
+            return np.concatenate([np.asarray(value) for value in values])
+    arrays = [value.numpy() if isinstance(value, Tensor) else np.asarray(value) for value in values]
+    if arrays[0].ndim != 1:
+        raise ColumnError(
+            f"Column {name!r} of a document has shape {list(arrays[0].shape)}; a token column has one value per token, "
+            f"[tokens]. Write columns={{{name!r}: 'media'}} if it holds rows of something else."
+        )
+    joined_array = np.concatenate(arrays)
+    return (
+        joined_array.astype(np.int64, copy=False)
+        if joined_array.dtype.kind in "iub"
+        else joined_array
+    )
+
+
+def _make_labels(
+    flat: dict[str, NDArray[Any]],
+    starts: NDArray[np.int64],
+    rules: Mapping[str, ColumnRule],
+    *,
+    first_label: int | None,
+    make_labels: bool,
+) -> None:
+    """Write the labels of the row into `flat`: masked by the label masks, cut at document starts."""
+    if "labels" in flat:
+        labels = flat["labels"].copy()
+    elif "labels" in rules or not make_labels:
+        return
+    else:
+        labels = flat["input_ids"].copy()
+    for name in _LABEL_MASKS:
+        if name in flat:
+            labels[flat[name] == 0] = IGNORE_INDEX
+    if first_label is not None:
+        labels[starts] = first_label
+    flat["labels"] = labels
+
+
+def _pad_value(name: str, rule: ColumnRule | None, pad_token_id: int) -> int | float | bool:
+    if name == "input_ids":
+        return pad_token_id
+    return IGNORE_INDEX if rule is None else rule.pad_value
+
+
+def _per_document(documents: list[Document], rules: Mapping[str, ColumnRule]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, rule in rules.items():
+        if rule.kind == "document":
+            values = [document[name] for document in documents]
+            numbers = all(
+                isinstance(value, (int, float)) or hasattr(value, "dtype") for value in values
+            )
+            result[name] = torch.as_tensor(np.asarray(values)) if numbers else values
+    return result
+
+
+def _media(documents: list[Document], rules: Mapping[str, ColumnRule]) -> dict[str, Any]:
+    """Join media in document order; documents without any add nothing, and no key is made for none."""
+    result: dict[str, Any] = {}
+    for name, rule in rules.items():
+        if rule.kind != "media":
+            continue
+        parts = [document[name] for document in documents]
+        parts = [part for part in parts if part is not None and len(part)]
+        if parts and all(hasattr(part, "dtype") for part in parts):
+            result[name] = torch.cat([torch.as_tensor(part) for part in parts])
+        elif parts:
+            result[name] = [item for part in parts for item in part]
+    return result
