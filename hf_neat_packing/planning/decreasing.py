@@ -6,20 +6,23 @@ so their cost grows with the number of distinct lengths and not with the number 
 """
 
 from bisect import bisect_left, insort
+from itertools import chain
 
 import numpy as np
 
 from hf_neat_packing.planning.bound import LengthClasses, classes_lower_bound, length_classes
 from hf_neat_packing.planning.exact_fill import exact_fill
-from hf_neat_packing.planning.expansion import Csr, Runs, decreasing_order, expand
+from hf_neat_packing.planning.expansion import Packs, Runs, expand
 from hf_neat_packing.planning.policies import IntArray
 
 # Bit operations on one integer of max_length bits for each class: past this the exact-fill pass
 # would take longer than a second.
 FILL_WORK_LIMIT = 2**33
 
+Group = tuple[int, int, int]  # first pack, number of packs, documents in each
 
-def plan_decreasing(lengths: IntArray, max_length: int, rng: np.random.Generator | None) -> Csr:
+
+def plan_decreasing(lengths: IntArray, max_length: int, rng: np.random.Generator | None) -> Packs:
     """Pack pieces densely: best-fit decreasing, then exact fill if that leaves something to gain.
 
     Never more packs than best-fit decreasing over the single documents.
@@ -30,9 +33,9 @@ def plan_decreasing(lengths: IntArray, max_length: int, rng: np.random.Generator
         rng: Shuffles the packs; None leaves them as they were opened.
     """
     if not len(lengths):
-        return Csr(np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64))
-    runs = decreasing_runs(length_classes(lengths), max_length)
-    return expand(runs, decreasing_order(lengths), rng)
+        empty = np.zeros(0, dtype=np.int32)
+        return Packs(empty, empty, np.zeros(1, dtype=np.int64))
+    return expand(decreasing_runs(length_classes(lengths), max_length), lengths, rng)
 
 
 def decreasing_runs(classes: LengthClasses, max_length: int) -> Runs:
@@ -58,8 +61,8 @@ def best_fit_decreasing(classes: LengthClasses, max_length: int) -> Runs:
         classes: Lengths of at least 1.
         max_length: Capacity of a pack in tokens.
     """
-    groups: dict[int, list[tuple[int, int, int]]] = {}  # room: [(first pack, packs, documents)]
-    rooms: list[int] = []
+    groups: dict[int, list[Group]] = {}  # by the room in their packs
+    rooms: list[int] = []  # the keys of `groups`, sorted
     runs: list[tuple[int, int, int, int]] = []
     place = runs.append
     num_packs = 0
@@ -67,53 +70,52 @@ def best_fit_decreasing(classes: LengthClasses, max_length: int) -> Runs:
     for length, count in zip(classes.lengths.tolist(), classes.counts.tolist(), strict=True):
         at = bisect_left(rooms, length)
         opened = []
-        while count:
-            if at < len(rooms):
-                room = rooms[at]
-                each = room // length
-                group = groups[room]
-                left = room - each * length
-                while group and count:
-                    pack, packs, held = group.pop()
-                    full = min(count // each, packs)
-                    if full:
-                        place((pack, full, each, held))
-                        count -= full * each
-                        if left >= shortest:
-                            opened.append((left, pack, full, held + each))
-                        pack += full
-                        packs -= full
-                    if packs and count:
-                        place((pack, 1, count, held))
-                        if room - count * length >= shortest:
-                            opened.append((room - count * length, pack, 1, held + count))
-                        pack += 1
-                        packs -= 1
-                        count = 0
-                    if packs:
-                        group.append((pack, packs, held))
-                if not group:
-                    del groups[room]
-                    rooms.pop(at)
-                continue
+        while count and at < len(rooms):
+            room = rooms[at]
+            group = groups[room]
+            each = room // length
+            left = room - each * length
+            while group:
+                pack, packs, held = group.pop()
+                if count >= each * packs:
+                    place((pack, packs, each, held))
+                    count -= each * packs
+                    if left >= shortest:
+                        opened.append((left, (pack, packs, held + each)))
+                    if not count:
+                        break
+                    continue
+                full, rest = divmod(count, each)
+                count = 0
+                if full:
+                    place((pack, full, each, held))
+                    if left >= shortest:
+                        opened.append((left, (pack, full, held + each)))
+                if rest:
+                    place((pack + full, 1, rest, held))
+                    if room - rest * length >= shortest:
+                        opened.append((room - rest * length, (pack + full, 1, held + rest)))
+                    full += 1
+                if full < packs:
+                    group.append((pack + full, packs - full, held))
+                break
+            if not group:
+                del groups[room], rooms[at]
+        if count:
             each = max_length // length
             full, rest = divmod(count, each)
-            if full:
-                place((num_packs, full, each, 0))
-                if max_length - each * length >= shortest:
-                    opened.append((max_length - each * length, num_packs, full, each))
-                num_packs += full
-            if rest:
-                place((num_packs, 1, rest, 0))
-                if max_length - rest * length >= shortest:
-                    opened.append((max_length - rest * length, num_packs, 1, rest))
-                num_packs += 1
-            break
-        for room, pack, packs, held in opened:
+            for packs, new in ((full, each), (1, rest)):
+                if packs and new:
+                    place((num_packs, packs, new, 0))
+                    if max_length - new * length >= shortest:
+                        opened.append((max_length - new * length, (num_packs, packs, new)))
+                    num_packs += packs
+        for room, state in opened:
             known = groups.get(room)
             if known is None:
-                groups[room] = [(pack, packs, held)]
+                groups[room] = [state]
                 insort(rooms, room)
             else:
-                known.append((pack, packs, held))
-    return Runs(np.array(runs, dtype=np.int64).reshape(-1, 4), num_packs)
+                known.append(state)
+    table = np.fromiter(chain.from_iterable(runs), dtype=np.int64, count=4 * len(runs))
+    return Runs(table.reshape(-1, 4), num_packs)

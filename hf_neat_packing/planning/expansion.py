@@ -1,5 +1,6 @@
-"""Turn a plan over classes of equal length into one over documents, vectorised."""
+"""Turn a plan over classes of equal length into one over pieces, vectorised."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +9,9 @@ import numpy.typing as npt
 from hf_neat_packing.planning.policies import IntArray
 
 Int64Array = npt.NDArray[np.int64]
+
+# Pieces placed at a time, so that intermediate arrays stay in cache and out of the peak memory.
+BLOCK = 2**15
 
 
 class Runs(NamedTuple):
@@ -25,70 +29,112 @@ class Runs(NamedTuple):
     num_packs: int
 
 
-class Csr(NamedTuple):
-    """Packs as rows of positions.
+class Packs(NamedTuple):
+    """Pieces, pack after pack.
 
     Attributes:
-        order: int32 or int64 `[pieces]`, positions of pieces, pack after pack.
+        order: int32 `[pieces]`, position of each piece among those given.
+        lengths: int32 or int64 `[pieces]`, its tokens.
         offsets: int64 `[packs + 1]`.
     """
 
-    order: IntArray
+    order: npt.NDArray[np.int32]
+    lengths: IntArray
     offsets: Int64Array
 
 
-def decreasing_order(lengths: IntArray) -> Int64Array:
-    """Sort positions by decreasing length, ties by position.
+def expand(runs: Runs, lengths: IntArray, rng: np.random.Generator | None) -> Packs:
+    """Write every piece into its pack.
 
     Args:
-        lengths: int32 or int64 `[pieces]`.
-    """
-    longest = int(lengths.max()) if len(lengths) else 0
-    if longest < 2**16:  # numpy sorts 16-bit keys by radix
-        return np.argsort((longest - lengths).astype(np.uint16), kind="stable")
-    return np.argsort(longest - lengths, kind="stable")
-
-
-def expand(runs: Runs, order: IntArray, rng: np.random.Generator | None) -> Csr:
-    """Write every piece of `order` into its pack.
-
-    Args:
-        runs: Placements that cover `order` from its first to its last piece.
-        order: `[pieces]` positions by decreasing length.
+        runs: Placements that cover the pieces from the longest to the shortest.
+        lengths: int32 or int64 `[pieces]`, at least one, in order of arrival; pieces of equal
+            length are placed in this order.
         rng: Shuffles the packs; None leaves them as they were opened.
     """
-    pack, packs, each, slot = _simple_runs(runs.table)
-    num = len(order)
-    sizes = packs * each
-    first = np.cumsum(sizes) - sizes
+    pack_start, offsets = _pack_starts(runs, rng)
+    wide = int(lengths.max()) >= 2**31
+    keys = _sorted_keys(lengths, wide)
+    placed = np.empty_like(keys)
+    for start, stop, destination in _destinations(runs.table, pack_start):
+        placed[destination] = keys[start:stop]
+    del keys
+    order = placed.astype(np.int32)  # the low half
+    if wide:
+        return Packs(order, lengths[order], offsets)
+    placed >>= 32
+    return Packs(
+        order, np.subtract(lengths.max(), placed, dtype=np.int32, casting="unsafe"), offsets
+    )
+
+
+def _sorted_keys(lengths: IntArray, wide: bool) -> Int64Array:
+    """Sort pieces by decreasing length, then position; the low 32 bits are the position.
+
+    The high 32 bits are the length, taken from the longest, or its rank where it needs more bits.
+    Sorting such keys is much faster than an indirect sort, and brings the lengths along.
+    """
+    if wide:
+        distinct, rank = np.unique(lengths, return_inverse=True)
+        keys = len(distinct) - rank.astype(np.int64)
+    else:
+        keys = np.subtract(lengths.max(), lengths, dtype=np.int64)
+    keys <<= 32
+    keys |= np.arange(len(keys), dtype=np.int32)
+    keys.sort()
+    return keys
+
+
+def _pack_starts(runs: Runs, rng: np.random.Generator | None) -> tuple[Int64Array, Int64Array]:
+    """Count the pieces of each pack; return where each begins, and the offsets in final order."""
+    pack, packs, each, _ = runs.table.T
     steps = np.zeros(runs.num_packs + 1, dtype=np.int64)
     np.add.at(steps, pack, each)
     np.subtract.at(steps, pack + packs, each)
     counts = np.cumsum(steps[:-1])
-    shuffled = np.arange(runs.num_packs) if rng is None else rng.permutation(runs.num_packs)
     offsets = np.zeros(runs.num_packs + 1, dtype=np.int64)
+    if rng is None:
+        np.cumsum(counts, out=offsets[1:])
+        return offsets[:-1], offsets
+    shuffled = rng.permutation(runs.num_packs)
     np.cumsum(counts[shuffled], out=offsets[1:])
-    pack_start = np.empty(runs.num_packs, dtype=np.int64)
-    pack_start[shuffled] = offsets[:-1]
-    # In a run either the pack advances with the piece (packs > 1) or the slot does.
+    starts = np.empty(runs.num_packs, dtype=np.int64)
+    starts[shuffled] = offsets[:-1]
+    return starts, offsets
+
+
+def _destinations(
+    table: Int64Array, pack_start: Int64Array
+) -> Iterator[tuple[int, int, Int64Array]]:
+    """Yield blocks of pieces, first and last, and the place of each in the plan."""
+    pack, packs, each, slot = _simple_runs(table)
+    sizes = packs * each
+    ends = np.cumsum(sizes)
+    first = ends - sizes
+    # In a run either the pack advances with the piece or the slot does. One lookup serves both:
+    # behind the packs' starts the table simply counts.
     across = packs > 1
-    rank = np.arange(num, dtype=np.int32)
-    along = np.repeat(across, sizes)
-    destination_pack = np.repeat((pack - first * across).astype(np.int32), sizes)
-    destination_pack += rank * along
-    destination = pack_start[destination_pack]
-    np.logical_not(along, out=along)
-    rank *= along
-    rank += np.repeat((slot - first * ~across).astype(np.int32), sizes)
-    destination += rank
-    placed = np.empty(num, dtype=np.int32)
-    placed[destination] = order
-    return Csr(placed, offsets)
+    count = np.arange(int(each[~across].max(initial=1)))
+    lookup = np.concatenate([pack_start, count])
+    entry = np.where(across, pack, len(pack_start)) - first
+    base = np.where(across, slot, pack_start[pack] + slot)
+    steps = np.arange(BLOCK, ends[-1] + BLOCK, BLOCK)
+    last_run = np.unique(np.minimum(np.searchsorted(ends, steps) + 1, len(ends)))
+    run, start = 0, 0
+    for next_run in last_run.tolist():
+        stop = int(ends[next_run - 1])
+        repeats = sizes[run:next_run]
+        at = np.repeat(entry[run:next_run], repeats)
+        at += np.arange(start, stop)
+        destination = lookup.take(at, mode="clip")  # never out of range; "clip" skips a buffer
+        destination += np.repeat(base[run:next_run], repeats)
+        yield start, stop, destination
+        run, start = next_run, stop
 
 
 def _simple_runs(table: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     """Cut each block of `packs > 1` by `each > 1` into the fewer of its rows or columns."""
-    pack, packs, each, slot = table[:, 0], table[:, 1], table[:, 2], table[:, 3]
+    pack, packs, each, slot = table.T
     block = (packs > 1) & (each > 1)
     if not block.any():
         return pack, packs, each, slot
@@ -105,13 +151,13 @@ def _simple_runs(table: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array,
     return pack, packs, each, slot
 
 
-def shuffle_packs(packs: Csr, rng: np.random.Generator) -> Csr:
+def shuffle_packs(packs: Packs, rng: np.random.Generator) -> Packs:
     """Put packs in random order; the pieces inside each stay as they are."""
-    order, offsets = packs
+    order, lengths, offsets = packs
     shuffled = rng.permutation(len(offsets) - 1)
     counts = np.diff(offsets)[shuffled]
-    moved = np.zeros(len(offsets), dtype=np.int64)
+    moved = np.zeros_like(offsets)
     np.cumsum(counts, out=moved[1:])
     source = np.arange(len(order))
     source += np.repeat(offsets[shuffled] - moved[:-1], counts)
-    return Csr(order[source], moved)
+    return Packs(order[source], lengths[source], moved)

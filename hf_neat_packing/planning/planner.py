@@ -8,7 +8,7 @@ import numpy as np
 from hf_neat_packing.errors import PlanningError
 from hf_neat_packing.planning.bound import as_capacity
 from hf_neat_packing.planning.decreasing import plan_decreasing
-from hf_neat_packing.planning.expansion import Csr, shuffle_packs
+from hf_neat_packing.planning.expansion import Packs, shuffle_packs
 from hf_neat_packing.planning.plan import PackingPlan
 from hf_neat_packing.planning.policies import (
     IntArray,
@@ -87,13 +87,12 @@ def plan_packing(
         min_length=min_length,
         on_empty=on_empty,
     )
-    order, offsets = _distribute(pieces.lengths, capacity, strategy, seed)
-    held = np.int32 if capacity < 2**31 else np.int64
+    order, held, offsets = _distribute(pieces.lengths, capacity, strategy, seed)
     indices = order if pieces.documents is None else pieces.documents[order]
     return PackingPlan(
-        indices=indices.astype(np.int32, copy=False),
+        indices=indices,
         offsets=offsets,
-        lengths=pieces.lengths[order].astype(held, copy=False),
+        lengths=held.astype(np.int32 if capacity < 2**31 else np.int64, copy=False),
         starts=None if pieces.starts is None else pieces.starts[order],
         max_length=capacity,
         strategy=strategy,
@@ -103,18 +102,18 @@ def plan_packing(
     )
 
 
-def _distribute(lengths: IntArray, max_length: int, strategy: Strategy, seed: int | None) -> Csr:
+def _distribute(lengths: IntArray, max_length: int, strategy: Strategy, seed: int | None) -> Packs:
     rng = None if seed is None else np.random.default_rng(seed)
     if strategy == "sequential":
         in_order = np.arange(len(lengths), dtype=np.int32)
-        return Csr(in_order, sequential_offsets(lengths, max_length))
+        return Packs(in_order, lengths.copy(), sequential_offsets(lengths, max_length))
     if strategy == "bfd":
         return plan_decreasing(lengths, max_length, rng)
     if rng is None:
         return plan_pool(lengths, max_length)
-    arrival = rng.permutation(len(lengths))
-    order, offsets = plan_pool(lengths[arrival], max_length)
-    return shuffle_packs(Csr(arrival[order], offsets), rng)
+    arrival = rng.permutation(len(lengths)).astype(np.int32)
+    packs = shuffle_packs(plan_pool(lengths[arrival], max_length), rng)
+    return packs._replace(order=arrival[packs.order])
 
 
 def _as_seed(seed: int | None) -> int | None:

@@ -180,7 +180,7 @@ def apply_policies(
     if on_overlong == "truncate":
         cut = np.maximum(kept, max_length) - max_length
         account = Accounting(**total, documents_cut=num_over, tokens_cut=_exact_sum(cut))
-        starts = cut.astype(np.int64) if truncate_side == "left" else None
+        starts = cut.astype(np.int64, copy=False) if truncate_side == "left" else None
         return Pieces(np.minimum(kept, max_length), documents, starts), account
     return _split(kept, keep, max_length), Accounting(**total, documents_split=num_over)
 

@@ -5,6 +5,7 @@ That keeps in every pack the mixture of lengths that the stream has, which a pla
 length destroys, and still closes nearly every pack exactly.
 """
 
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, pairwise
@@ -15,11 +16,13 @@ import numpy as np
 from hf_neat_packing.errors import PlanningError
 from hf_neat_packing.planning.bound import as_capacity
 from hf_neat_packing.planning.decreasing import plan_decreasing
-from hf_neat_packing.planning.expansion import Csr
+from hf_neat_packing.planning.expansion import Packs
 from hf_neat_packing.planning.policies import IntArray
 
 # At the end of a stream the last packs' worth of documents are planned at once.
 LAST_PACKS = 16
+# Lengths tried as the shorter of a pair that closes a pack exactly.
+PAIR_TRIES = 64
 STATE_VERSION = 1
 
 
@@ -60,8 +63,7 @@ class PoolPacker:
         # An arrival is [document, length]; its length becomes 0 when it is taken out of turn.
         self._arrivals: deque[list[int]] = deque()
         self._by_length: dict[int, deque[list[int]]] = {}
-        self._present = 0  # bit l: a document of l tokens is held
-        self._mirrored = 0  # bit max_length - l, the same from the other end
+        self._lengths: list[int] = []  # the keys of `_by_length`, sorted
         self._documents = 0
         self._tokens = 0
 
@@ -101,8 +103,7 @@ class PoolPacker:
         held = self._by_length.get(length)
         if held is None:
             self._by_length[length] = deque((arrival,))
-            self._present |= 1 << length
-            self._mirrored |= 1 << (self.max_length - length)
+            insort(self._lengths, length)
         else:
             held.append(arrival)
         self._arrivals.append(arrival)
@@ -116,8 +117,9 @@ class PoolPacker:
             The documents in the pack; empty if none is held.
         """
         room = self.max_length
+        near = room // 1000
         pack: list[int] = []
-        arrivals, by_length = self._arrivals, self._by_length
+        arrivals, by_length, lengths = self._arrivals, self._by_length, self._lengths
         while arrivals:
             document, length = arrivals[0]
             if length > room:
@@ -130,53 +132,43 @@ class PoolPacker:
             room -= length
             if not room or room in by_length:
                 break
-        self._fill(pack, room)
-        return pack
-
-    def _take(self, length: int) -> list[int]:
-        held = self._by_length[length]
-        arrival = held.popleft()
-        if not held:
-            del self._by_length[length]
-            self._present ^= 1 << length
-            self._mirrored ^= 1 << (self.max_length - length)
-        self._documents -= 1
-        self._tokens -= length
-        return arrival
-
-    def _fill(self, pack: list[int], room: int) -> None:
-        """Close the pack: the longest that fits if it nearly closes it, else an exact pair."""
-        near = self.max_length // 1000
-        while room:
-            longest = (self._present & ((2 << room) - 1)).bit_length() - 1
-            if longest <= 0:
-                return
-            chosen: tuple[int, ...] = (longest,)
-            if room - longest > near:
-                chosen = self._pair(room) or chosen
-            for length in chosen:
+        while room and (at := bisect_right(lengths, room)):
+            longest = lengths[at - 1]
+            pair = self._pair(room) if room - longest > near else ()
+            for length in pair or (longest,):
                 arrival = self._take(length)
                 arrival[1] = 0
                 pack.append(arrival[0])
                 room -= length
+        self._documents -= len(pack)
+        self._tokens -= self.max_length - room
+        return pack
+
+    def _take(self, length: int) -> list[int]:
+        """Remove the oldest arrival of `length` from the choice."""
+        held = self._by_length[length]
+        arrival = held.popleft()
+        if not held:
+            del self._by_length[length], self._lengths[bisect_left(self._lengths, length)]
+        return arrival
 
     def _pair(self, room: int) -> tuple[int, ...]:
-        """Return the most equal two lengths held that sum to `room`, if any."""
-        pairs = self._present & (self._mirrored >> (self.max_length - room))
-        pairs &= (2 << (room >> 1)) - 1
-        while pairs:
-            short = pairs.bit_length() - 1
-            if 2 * short != room or len(self._by_length[short]) > 1:
+        """Return two lengths held that sum to `room`, near one another, if a short search finds any."""
+        lengths, by_length = self._lengths, self._by_length
+        half = bisect_right(lengths, room >> 1)
+        for short in lengths[max(0, half - PAIR_TRIES) : half][::-1]:
+            if room - short in by_length and (2 * short != room or len(by_length[short]) > 1):
                 return room - short, short
-            pairs ^= 1 << short
         return ()
 
     def feed(self, documents: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
         """Push `(document, length)` pairs and yield packs as soon as the packer is ready."""
+        look_ahead, low = self.look_ahead, self.packs_ahead * self.max_length
+        push, pop = self.push, self.pop
         for document, length in documents:
-            self.push(document, length)
-            while self.ready:
-                yield self.pop()
+            push(document, length)
+            while self._documents >= look_ahead and self._tokens >= low:
+                yield pop()
 
     def flush(self) -> Iterator[list[int]]:
         """Yield packs until nothing is held."""
@@ -185,8 +177,8 @@ class PoolPacker:
         last = [arrival for arrival in self._arrivals if arrival[1]]
         self._clear()
         lengths = np.array([length for _, length in last], dtype=np.int64)
-        order, offsets = plan_decreasing(lengths, self.max_length, None)
-        positions, bounds = order.tolist(), offsets.tolist()
+        packs = plan_decreasing(lengths, self.max_length, None)
+        positions, bounds = packs.order.tolist(), packs.offsets.tolist()
         for start, stop in pairwise(bounds):
             yield [last[position][0] for position in positions[start:stop]]
 
@@ -222,7 +214,7 @@ class PoolPacker:
             self.push(document, length)
 
 
-def plan_pool(lengths: IntArray, max_length: int, *, look_ahead: int = 1024) -> Csr:
+def plan_pool(lengths: IntArray, max_length: int, *, look_ahead: int = 1024) -> Packs:
     """Pack pieces in order of arrival with a `PoolPacker`.
 
     Args:
@@ -231,9 +223,10 @@ def plan_pool(lengths: IntArray, max_length: int, *, look_ahead: int = 1024) -> 
         look_ahead: Pieces to hold before a pack is closed.
     """
     packer = PoolPacker(max_length, look_ahead=look_ahead)
-    order: list[int] = []
+    placed: list[int] = []
     offsets = [0]
     for pack in chain(packer.feed(enumerate(lengths.tolist())), packer.flush()):
-        order += pack
-        offsets.append(len(order))
-    return Csr(np.array(order, dtype=np.int32), np.array(offsets, dtype=np.int64))
+        placed += pack
+        offsets.append(len(placed))
+    order = np.array(placed, dtype=np.int32)
+    return Packs(order, lengths[order], np.array(offsets, dtype=np.int64))
