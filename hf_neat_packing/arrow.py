@@ -8,13 +8,21 @@ Symbols: `R` rows of the table, `C` chunks of a column, `P` pieces asked for.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from hf_neat_packing.errors import ColumnError
+
+
+class Place(NamedTuple):
+    """Say where rows are: the chunk of each, `[P]` (None for a single chunk), and the row in it."""
+
+    chunks: list[int] | None
+    inside: NDArray[np.integer[Any]]
 
 
 class ListColumn:
@@ -24,6 +32,11 @@ class ListColumn:
         name: The column's name, for messages.
         column: A column of type `list`, `large_list` or `fixed_size_list` of numbers or booleans,
             `[R]`, in any number of chunks, sliced or not.
+
+    Attributes:
+        num_rows: R.
+        first_rows: The first row of each chunk that has rows.
+        value_type: The Arrow type of a token.
 
     Raises:
         ColumnError: If the column is not such a list, or if a document or one of its values is
@@ -45,7 +58,8 @@ class ListColumn:
                 self._offsets.append(offsets)
                 first_rows.append(first_rows[-1] + len(chunk))
         self.num_rows = first_rows.pop()
-        self._first_rows = np.array(first_rows, dtype=np.int64)
+        self.first_rows = tuple(first_rows)
+        self._starts = np.array(first_rows, dtype=np.int64)
 
     def _open_chunk(self, chunk: pa.Array, first_row: int) -> tuple[Any, NDArray[Any]]:
         """Return a chunk's flat values and the offsets `[rows + 1]` into them."""
@@ -72,17 +86,31 @@ class ListColumn:
     def lengths(self) -> NDArray[np.int64]:
         """Return the length in tokens of each row's document, `[R]`."""
         lengths = np.empty(self.num_rows, dtype=np.int64)
-        for first, offsets in zip(self._first_rows.tolist(), self._offsets, strict=True):
+        for first, offsets in zip(self.first_rows, self._offsets, strict=True):
             np.subtract(offsets[1:], offsets[:-1], out=lengths[first : first + len(offsets) - 1])
         return lengths
 
+    def locate(self, rows: NDArray[np.integer[Any]]) -> Place:
+        """Find rows in the chunks of the column.
+
+        Args:
+            rows: Table rows, `[P]`.
+
+        Returns:
+            Where they are, for `read`; good for every column with the same `first_rows`.
+        """
+        if len(self._values) == 1:
+            return Place(None, rows)
+        chunks = np.searchsorted(self._starts, rows, side="right") - 1
+        return Place(chunks.tolist(), rows - self._starts[chunks])
+
     def read(
-        self, rows: NDArray[np.integer[Any]], starts: Sequence[int], lengths: Sequence[int]
+        self, place: Place, starts: Sequence[int], lengths: Sequence[int]
     ) -> list[NDArray[Any]]:
         """Slice pieces of documents out of the column.
 
         Args:
-            rows: The table row of each piece, `[P]`.
+            place: The table row of each piece, `[P]`, as `locate` found it.
             starts: The first token of each piece inside its document, `[P]`.
             lengths: The number of tokens of each piece, `[P]`.
 
@@ -90,25 +118,15 @@ class ListColumn:
             One read-only 1-D array per piece, in the stored dtype; a view of the column's buffer
             except for booleans.
         """
-        if len(self._values) == 1:
-            begins = self._offsets[0][rows].tolist()
-            return self._slices([self._values[0]] * len(begins), begins, starts, lengths)
-        chunks = np.searchsorted(self._first_rows, rows, side="right") - 1
-        inside = (rows - self._first_rows[chunks]).tolist()
-        numbers = chunks.tolist()
         offsets, values = self._offsets, self._values
-        begins = [int(offsets[c][r]) for c, r in zip(numbers, inside, strict=True)]
-        return self._slices([values[c] for c in numbers], begins, starts, lengths)
-
-    def _slices(
-        self,
-        values: Sequence[Any],
-        begins: Sequence[int],
-        starts: Sequence[int],
-        lengths: Sequence[int],
-    ) -> list[NDArray[Any]]:
-        """Slice each piece out of the values of its chunk."""
-        pieces = zip(values, begins, starts, lengths, strict=True)
+        if place.chunks is None:
+            begins = offsets[0][place.inside].tolist()
+            pieces = zip(repeat(values[0]), begins, starts, lengths, strict=False)
+        else:
+            inside = place.inside.tolist()
+            begins = [offsets[c].item(r) for c, r in zip(place.chunks, inside, strict=True)]
+            parts = [values[c] for c in place.chunks]
+            pieces = zip(parts, begins, starts, lengths, strict=True)
         if self._boolean:
             return [v.slice(b + s, n).to_numpy(zero_copy_only=False) for v, b, s, n in pieces]
         return [v[(first := b + s) : first + n] for v, b, s, n in pieces]

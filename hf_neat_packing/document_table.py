@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hf_neat_packing.arrow import ListColumn
+from hf_neat_packing.arrow import ListColumn, Place
 from hf_neat_packing.columns import ColumnRule, check_document_lengths, resolve_column_rules
 from hf_neat_packing.errors import ColumnError
 
@@ -81,9 +81,13 @@ class DocumentTable:
         """
         rows = documents if self._rows is None else self._rows[documents]
         pieces: dict[str, list[Any]] = {}
+        places: dict[tuple[int, ...], Place] = {}
         for name in self.rules:
             if name in self._tokens:
-                pieces[name] = self._tokens[name].read(rows, starts, lengths)
+                column = self._tokens[name]
+                place = places.get(column.first_rows) or column.locate(rows)
+                places[column.first_rows] = place
+                pieces[name] = column.read(place, starts, lengths)
             elif name in self._others:
                 pieces[name] = self._others[name](documents.tolist())
         if "position_ids" in self._tokens and any(starts):
@@ -102,7 +106,7 @@ class DocumentTable:
         """Lay pieces of one token column end to end, as one flat Arrow array `[tokens]`."""
         rows = documents if self._rows is None else self._rows[documents]
         column = self._tokens[name]
-        pieces = column.read(rows, starts, lengths)
+        pieces = column.read(column.locate(rows), starts, lengths)
         if name == "position_ids" and any(starts):
             pieces = [p - p[0] if s else p for p, s in zip(pieces, starts, strict=True)]
         return pa.array(np.concatenate(pieces) if pieces else [], type=column.value_type)

@@ -11,7 +11,7 @@ from hf_neat_packing.columns import ColumnRule, describe_documents
 from hf_neat_packing.errors import ColumnError, PlanningError
 from hf_neat_packing.planning import Accounting, OnEmpty, OnOverlong, TruncateSide, plan_packing
 
-Piece = tuple[dict[str, Any], int]
+Piece = tuple[Mapping[str, Any], int]
 
 
 class DocumentCutter:
@@ -24,6 +24,10 @@ class DocumentCutter:
         min_length: Documents with fewer tokens are dropped.
         on_empty: `drop` or `error`.
         columns: Rules by column name, for names that the defaults do not know.
+
+    Attributes:
+        max_length: As given.
+        shortest: The fewest tokens of a document that is not dropped.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class DocumentCutter:
         }
         # The planner checks the options; nothing is planned here.
         self.max_length = plan_packing([], max_length, **self._policy).max_length
-        self._shortest = max(1, min_length)
+        self.shortest = max(1, min_length)
         self._columns = columns
         self._rules: dict[str, ColumnRule] | None = None
         self.reset()
@@ -74,37 +78,20 @@ class DocumentCutter:
         self._documents, self._tokens = self._counts.documents, self._counts.tokens
         self._longest = self._counts.longest
 
-    def cut(self, document: Mapping[str, Any], index: int) -> list[Piece]:
-        """Check a document and return its pieces, each with its length in tokens.
+    def measure(self, document: Mapping[str, Any], index: int) -> int:
+        """Check a document, count it, and return its length in tokens.
 
         Args:
             document: From column to value.
             index: Its place in the stream, for messages.
 
-        Returns:
-            No piece, one, or, for a split document, several; without ignored columns.
-
         Raises:
-            ColumnError: If columns are missing, unknown, null or of other lengths, or if a
-                document with media would be cut.
-            PlanningError: If it is too long or empty and the policy is `error`.
+            ColumnError: If columns are missing, unknown, null or of other lengths.
         """
         if self._rules is None:
             self._describe(document, index)
         if document.keys() != self._names:
             self._refuse(document, index)
-        length = self._length(document, index)
-        self._documents += 1
-        self._tokens += length
-        if length > self._longest:
-            self._longest = length
-        kept = document if self._keeps_all else {name: document[name] for name in self._kept}
-        if self._shortest <= length <= self.max_length:
-            return [(kept, length)]  # type: ignore[list-item]
-        return self._by_policy(kept, length, index)
-
-    def _length(self, document: Mapping[str, Any], index: int) -> int:
-        """Return the tokens of a document, once its token columns agree on them."""
         try:
             length = len(document[self._first])
             for name in self._others:
@@ -113,7 +100,36 @@ class DocumentCutter:
         except TypeError:
             self._refuse(document, index)
             raise
+        self._documents += 1
+        self._tokens += length
+        if length > self._longest:
+            self._longest = length
         return length
+
+    def keep(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a document without its ignored columns."""
+        if self._keeps_all:
+            return document
+        return {name: document[name] for name in self._kept}
+
+    def cut(self, document: Mapping[str, Any], length: int, index: int) -> list[Piece]:
+        """Return the pieces of a measured document of any length, each with its own.
+
+        Args:
+            document: What `keep` returned.
+            length: What `measure` returned.
+            index: Its place in the stream, for messages.
+
+        Returns:
+            No piece, one, or, for a split document, several.
+
+        Raises:
+            ColumnError: If a document with media would be cut.
+            PlanningError: If it is too long or empty and the policy is `error`.
+        """
+        if self.shortest <= length <= self.max_length:
+            return [(document, length)]
+        return self._by_policy(document, length, index)
 
     def _describe(self, document: Mapping[str, Any], index: int) -> None:
         """Resolve the rules of the columns by the first document."""
@@ -170,7 +186,7 @@ class DocumentCutter:
             )
         if not length:
             self._counts = replace(counts, dropped_empty=counts.dropped_empty + 1)
-        elif length < self._shortest:
+        elif length < self.shortest:
             short = counts.dropped_short + 1
             self._counts = replace(counts, dropped_short=short, tokens_dropped=dropped)
         elif policy == "drop":

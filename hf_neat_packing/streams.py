@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -18,7 +19,7 @@ from hf_neat_packing.errors import PlanningError
 from hf_neat_packing.planning import Accounting, OnEmpty, OnOverlong, PoolPacker, TruncateSide
 from hf_neat_packing.stream_documents import DocumentCutter, decode_document, encode_document
 
-Document = dict[str, Any]
+Document = Mapping[str, Any]
 _STATE_VERSION = 1
 
 
@@ -109,22 +110,36 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
 
     def __iter__(self) -> Iterator[dict[str, list[Any]]]:
         documents = self._open_source()
-        packer, held = self._packer, self._held
         while self._last is None:
-            while not packer.ready:
-                document = next(documents, None)
-                if document is None:
-                    self._last = deque(packer.flush())
-                    break
-                for piece, length in self.cutter.cut(document, self._read):
-                    packer.push(self._pieces, length)
-                    held[self._pieces] = piece
-                    self._pieces += 1
-                self._read += 1
+            if self._fill(documents):
+                yield self._join(self._packer.pop())
             else:
-                yield self._join(packer.pop())
+                self._last = deque(self._packer.flush())
         while self._last:
             yield self._join(self._last.popleft())
+
+    def _fill(self, documents: Iterator[Mapping[str, Any]]) -> bool:
+        """Read documents until a pack can be chosen well; say whether one can."""
+        packer, held, cutter = self._packer, self._held, self.cutter
+        shortest, longest, buffer = cutter.shortest, cutter.max_length, self.buffer
+        if len(held) >= buffer and packer.ready:
+            return True
+        for document in documents:
+            length = cutter.measure(document, self._read)
+            kept = cutter.keep(document)
+            if shortest <= length <= longest:
+                packer.push(self._pieces, length)
+                held[self._pieces] = kept
+                self._pieces += 1
+            else:
+                for piece, tokens in cutter.cut(kept, length, self._read):
+                    packer.push(self._pieces, tokens)
+                    held[self._pieces] = piece
+                    self._pieces += 1
+            self._read += 1
+            if len(held) >= buffer and packer.ready:
+                return True
+        return False
 
     def _open_source(self) -> Iterator[Mapping[str, Any]]:
         """Open the source at its beginning, or where the loaded state stood."""
@@ -162,7 +177,7 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
     def _join(self, pieces: list[int]) -> dict[str, list[Any]]:
         """Take pieces out of what is held and make one pack of them."""
         documents = [self._held.pop(piece) for piece in pieces]
-        return {name: [document[name] for document in documents] for name in documents[0]}
+        return {name: list(map(itemgetter(name), documents)) for name in documents[0]}
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to the source, which shuffles by it if it can."""
