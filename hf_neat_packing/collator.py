@@ -131,8 +131,8 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         self.rows = rows
         if rows == "flat" and row_length is not None:
             raise ContractError(
-                f"rows='flat' joins the whole batch into one row, which row_length={row_length} cannot promise to hold. "
-                "Leave `rows` out, or leave `row_length` out."
+                f"rows='flat' joins the whole batch into one row, which row_length={row_length} cannot promise to "
+                "hold. Leave `rows` out, or leave `row_length` out."
             )
         loss = getattr(unwrap(model), "loss_type", None) if model is not None else None
         self.shifts_labels = loss not in _UNSHIFTED_LOSSES
