@@ -1,0 +1,1 @@
+"""Measure what a model does with packed rows: every document alone is the truth."""
