@@ -1,12 +1,10 @@
 """Streams: every document once, and after a stop the very packs that would have come."""
 
 import itertools
-import json
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 
 import datasets
 import numpy as np
@@ -325,39 +323,31 @@ def test_c43_a_stateful_loader_with_two_workers_resumes_twice(kind):
     assert tokens == [document["input_ids"] for document in documents(lengths)]
 
 
-KILLED = """
-import json, os, pickle, signal, sys
-sys.path[:0] = [{root!r}, {here!r}]
-from test_streams import Source, lengths_like_chat
-from hf_neat_packing.streams import pack_stream
-stream = pack_stream(Source(lengths_like_chat(200)), max_length=64, buffer=16)
-if os.path.exists("state"):
-    with open("state", "rb") as file:
-        saved, done = pickle.load(file)
-    stream.load_state_dict(saved)
-else:
+def pack_until_killed(folder, stop):
+    """Pack, save the state after every third pack, and be killed after `stop` packs."""
+    stream = pack_stream(Source(lengths_like_chat(200)), max_length=64, buffer=16)
     done = []
-for count, pack in enumerate(stream, 1):
-    done.append(pack["input_ids"])
-    if count % 3 == 0:
-        with open("unfinished", "wb") as file:
-            pickle.dump((stream.state_dict(), done), file)
-        os.replace("unfinished", "state")
-    if count == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-print(json.dumps(done))
-"""
+    if (folder / "state").exists():
+        saved, done = pickle.loads((folder / "state").read_bytes())
+        stream.load_state_dict(saved)
+    for count, pack in enumerate(stream, 1):
+        done.append(pack["input_ids"])
+        if count % 3 == 0:
+            (folder / "unfinished").write_bytes(pickle.dumps((stream.state_dict(), done)))
+            (folder / "unfinished").replace(folder / "state")
+        if count == stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+    (folder / "done").write_bytes(pickle.dumps(done))
 
 
 def test_a_process_killed_twice_in_the_middle_loses_and_doubles_nothing(tmp_path):
-    here = os.path.dirname(__file__)
-    root = os.path.dirname(os.path.dirname(here))
-    code = KILLED.format(root=root, here=here)
-    for stop in ("8", "5"):
-        run = subprocess.run([sys.executable, "-c", code, stop], cwd=tmp_path)
-        assert run.returncode == -signal.SIGKILL
-    run = subprocess.run(
-        [sys.executable, "-c", code, "-1"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    for stop, code in ((8, -signal.SIGKILL), (5, -signal.SIGKILL), (None, 0)):
+        run = multiprocessing.get_context("fork").Process(
+            target=pack_until_killed, args=(tmp_path, stop)
+        )
+        run.start()
+        run.join()
+        assert run.exitcode == code
     whole = pack_stream(Source(lengths_like_chat(200)), max_length=64, buffer=16)
-    assert json.loads(run.stdout) == [pack["input_ids"] for pack in whole]
+    done = pickle.loads((tmp_path / "done").read_bytes())
+    assert done == [pack["input_ids"] for pack in whole]

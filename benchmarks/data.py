@@ -1,0 +1,235 @@
+"""Time data sets of packs against TRL's, in one process on the same documents.
+
+Run from the repository root: `python benchmarks/data.py [--documents 100000] [--max-length 4096]`.
+Every figure is a median of repeated runs of this machine, printed with the ratio to TRL's; peak
+memory is measured in a child process of its own. Tokens of both are checked to be the same.
+"""
+
+import argparse
+import gc
+import multiprocessing
+import pickle
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import trl
+
+from hf_neat_packing.dataset import pack_dataset
+from hf_neat_packing.planning import imbalance, lower_bound
+from hf_neat_packing.samplers import RankBalancedPackSampler
+from hf_neat_packing.streams import pack_stream
+
+# Lognormal lengths (median, sigma) that chat and instruction data have.
+KINDS = {"chat": (350, 1.0), "instructions": (100, 0.6)}
+
+
+def make_lengths(kind: str, count: int, max_length: int) -> np.ndarray:
+    """Draw document lengths, int64 `[count]`, in tokens."""
+    median, sigma = KINDS[kind]
+    draw = np.random.default_rng(0).lognormal(np.log(median), sigma, count)
+    return np.clip(draw.astype(np.int64), 8, max_length)
+
+
+def make_dataset(lengths: np.ndarray) -> datasets.Dataset:
+    """Build a data set of random int32 tokens with labels, in memory."""
+    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    tokens = np.random.default_rng(1).integers(0, 32_000, offsets[-1], dtype=np.int32)
+    column = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))
+    return datasets.Dataset(pa.table({"input_ids": column, "labels": column}))
+
+
+def median_ms(work: Callable[[], Any], repeats: int) -> float:
+    """Return the median time of `work`, in milliseconds."""
+    times = []
+    for _ in range(repeats):
+        gc.collect()
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return 1000 * statistics.median(times)
+
+
+def peak_mb(work: Callable[[], Any]) -> float:
+    """Return how far `work` raises the peak resident memory of a fresh child process, in MB."""
+
+    def child(pipe: Any) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the parent's peak
+        before = resident_peak()
+        result = work()
+        pipe.send(resident_peak() - before)
+        del result
+
+    receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=child, args=(send,))
+    process.start()
+    send.close()
+    peak = receive.recv()
+    process.join()
+    return max(0.0, peak)
+
+
+def resident_peak() -> float:
+    """Return the peak resident memory of this process since it was last reset, in MB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def read_packs(packed: Any, count: int) -> Callable[[], None]:
+    """Return work that reads `count` packs, spread over the set."""
+    chosen = np.linspace(0, len(packed) - 1, count).astype(int).tolist()
+
+    def work() -> None:
+        for pack in chosen:
+            packed[pack]
+
+    return work
+
+
+def checksum(packs: Any) -> int:
+    """Sum all tokens of the packs, nested or flat."""
+    column = packs.data.table.column("input_ids").combine_chunks()
+    while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        column = column.flatten()
+    return int(column.to_numpy().sum(dtype=np.int64))
+
+
+def show(name: str, ours: float, theirs: float, unit: str, note: str = "") -> None:
+    """Print one row of the table."""
+    ratio = f"{theirs / ours:9.1f}" if ours else f"{'-':>9}"
+    print(f"  {name:44} {ours:12,.1f} {theirs:12,.1f} {ratio}  {unit:6} {note}", flush=True)
+
+
+def compare(kind: str, arguments: argparse.Namespace) -> None:
+    """Print the comparison for one kind of documents."""
+    limit, repeats = arguments.max_length, arguments.repeats
+    lengths = make_lengths(kind, arguments.documents, limit)
+    memory = make_dataset(lengths)
+    print(
+        f"\n{kind}: {len(lengths):,} documents, {int(lengths.sum()):,} tokens, "
+        f"max_length {limit:,}, at least {lower_bound(lengths, limit):,} packs"
+    )
+    print(f"  {'':44} {'ours':>12} {'TRL':>12} {'TRL/ours':>9}")
+    with tempfile.TemporaryDirectory() as folder:
+        memory.save_to_disk(folder)
+        for place, data in (("memory", memory), ("disk", datasets.load_from_disk(folder))):
+            compare_place(place, data, limit, repeats)
+    compare_streams(lengths, limit, repeats)
+    compare_balance(memory, limit)
+
+
+def compare_place(place: str, data: datasets.Dataset, limit: int, repeats: int) -> None:
+    """Compare for documents in memory or on disk."""
+    keywords = {"load_from_cache_file": False}
+    theirs = trl.pack_dataset(data, limit, map_kwargs=keywords)
+
+    def pack_theirs() -> Any:
+        return trl.pack_dataset(data, limit, map_kwargs=keywords)
+
+    their_ms = median_ms(pack_theirs, repeats)
+    their_mb = peak_mb(pack_theirs)
+    views = {}
+    for strategy in ("bfd", "best_fit"):
+
+        def pack_ours(strategy: str = strategy) -> Any:
+            return pack_dataset(data, max_length=limit, strategy=strategy)
+
+        views[strategy] = pack_ours()
+        note = f"{len(views[strategy]):,} packs against {len(theirs):,}"
+        name = f"{place}: plan and view, {strategy}"
+        show(name, median_ms(pack_ours, repeats), their_ms, "ms", note)
+        show(f"{place}: peak memory of that", peak_mb(pack_ours), their_mb, "MB")
+    view = views["bfd"]
+    for threads in (None, 2):
+
+        def write(threads: int | None = threads) -> datasets.Dataset:
+            return view.materialize(num_proc=threads)
+
+        name = f"{place}: materialized, {threads or 1} thread" + ("s" if threads else "")
+        note = f"after a plan of {median_ms(lambda: view.with_epoch(0), 1):.0f} ms"
+        show(name, median_ms(write, repeats), their_ms, "ms", note)
+    assert checksum(view.materialize()) == checksum(theirs) == checksum(data)
+    show(f"{place}: peak memory of that", peak_mb(view.materialize), their_mb, "MB")
+    count = min(2000, len(view))
+    ours = 1000 * median_ms(read_packs(view, count), repeats) / count
+    for form in (None, "numpy"):
+        read = read_packs(theirs.with_format(form), min(2000, len(theirs)))
+        their_us = 1000 * median_ms(read, repeats) / min(2000, len(theirs))
+        show(f"{place}: reading a pack (TRL: {form or 'lists'})", ours, their_us, "us")
+    kilobytes = len(pickle.dumps(view)) / 1000
+    show(f"{place}: pickle", kilobytes, len(pickle.dumps(theirs)) / 1000, "kB")
+
+
+def compare_streams(lengths: np.ndarray, limit: int, repeats: int) -> None:
+    """Time a stream of documents that cost nothing to make; TRL packs no streams of its own."""
+    document = np.zeros(limit, dtype=np.int32)
+
+    def source() -> Iterator[dict[str, np.ndarray]]:
+        for length in lengths.tolist():
+            ids = document[:length]
+            yield {"input_ids": ids, "labels": ids}
+
+    bound = lower_bound(lengths, limit)
+    for buffer in (1000, 4096):
+        packs = sum(1 for _ in pack_stream(source(), max_length=limit, buffer=buffer))
+
+        def work(buffer: int = buffer) -> None:
+            for _ in pack_stream(source(), max_length=limit, buffer=buffer):
+                pass
+
+        made = median_ms(lambda: [0 for _ in source()], repeats)
+        rate = len(lengths) / (median_ms(work, repeats) - made) / 1000
+        print(
+            f"  stream, buffer {buffer:5,}: {rate:.2f} M documents/s, "
+            f"{100 * (packs / bound - 1):.3f} % above the bound"
+        )
+
+
+def compare_balance(data: datasets.Dataset, limit: int) -> None:
+    """Measure the time lost to the slowest of 8 ranks, in the cost model of `pack_costs`."""
+    view = pack_dataset(data, max_length=limit)
+    samplers = [
+        RankBalancedPackSampler(view, num_ranks=8, rank=r, batches_per_update=8, drop_last=True)
+        for r in range(8)
+    ]
+    dealt = np.array([[pack for batch in s for pack in batch] for s in samplers]).T.ravel()
+    costs = samplers[0].costs
+    random = np.random.default_rng(0).permutation(len(view))
+    lost, before = imbalance(costs[dealt], 8), imbalance(costs[random], 8)
+    print(
+        f"  time lost to the slowest of 8 ranks: {100 * lost:.2f} % balanced, "
+        f"{100 * before:.2f} % in random order ({lost / before:.2f} of it)"
+    )
+
+
+def main() -> None:
+    """Run the comparison and print it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--documents", type=int, default=100_000)
+    parser.add_argument("--max-length", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    arguments = parser.parse_args()
+    datasets.disable_progress_bars()
+    datasets.disable_caching()
+    pa.set_cpu_count(1)
+    print(
+        f"Python {sys.version.split()[0]}, numpy {np.__version__}, pyarrow {pa.__version__}, "
+        f"datasets {datasets.__version__}, trl {trl.__version__}"
+    )
+    for kind in arguments.kinds:
+        compare(kind, arguments)
+
+
+if __name__ == "__main__":
+    main()
