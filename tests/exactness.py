@@ -73,7 +73,9 @@ def gradient_leaks(
     return pairs
 
 
-def run(model: torch.nn.Module, ids: Tensor, inputs: dict[str, Any], weights: Tensor) -> list[Tensor]:
+def run(
+    model: torch.nn.Module, ids: Tensor, inputs: dict[str, Any], weights: Tensor
+) -> list[Tensor]:
     """Logits `[T, vocabulary]` and the gradient of every parameter for a weighted sum of them."""
     model.zero_grad(set_to_none=True)
     logits = model(input_ids=ids, **inputs).logits[0]
@@ -89,7 +91,9 @@ def run_alone(
 ) -> list[Tensor]:
     """The same, one document at a time: logits joined, gradients summed."""
     parts = [run(model, ids[:, span], {}, weights[span]) for span in spans(lengths)]
-    gradients = [torch.stack(tensors).sum(0) for tensors in zip(*(p[1:] for p in parts), strict=True)]
+    gradients = [
+        torch.stack(tensors).sum(0) for tensors in zip(*(p[1:] for p in parts), strict=True)
+    ]
     return [torch.cat([part[0] for part in parts]), *gradients]
 
 
@@ -107,7 +111,9 @@ def parity_excess(
     """
     num_tokens = sum(lengths)
     vocabulary = alone_model.config.vocab_size
-    weights = torch.randn(num_tokens, vocabulary, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    weights = torch.randn(
+        num_tokens, vocabulary, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    )
     tail = inputs["position_ids"].shape[1] - num_tokens
     row = torch.nn.functional.pad(ids, (0, tail))
     truth = run_alone(copy.deepcopy(alone_model).double(), ids, lengths, weights)

@@ -63,7 +63,9 @@ CONFIGS = {
 ENCODERS = ("bert", "modernbert")
 
 
-def tiny_model(name: str, key: str = "neat_varlen", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def tiny_model(
+    name: str, key: str = "neat_varlen", dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
     """Build a tiny model in evaluation mode; the same name gives the same weights under every key."""
     config = CONFIGS[name]()
     auto = AutoModelForMaskedLM if name in ENCODERS else AutoModelForCausalLM

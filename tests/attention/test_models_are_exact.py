@@ -55,7 +55,8 @@ def test_an_open_cache_changes_nothing(name):
     model, ids, inputs = tiny_model(name), random_ids(LENGTHS), packed_inputs(LENGTHS)
     with torch.no_grad():
         assert torch.equal(
-            model(ids, **inputs, use_cache=True).logits, model(ids, **inputs, use_cache=False).logits
+            model(ids, **inputs, use_cache=True).logits,
+            model(ids, **inputs, use_cache=False).logits,
         )
 
 
