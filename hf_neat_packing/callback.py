@@ -1,0 +1,126 @@
+"""`PackingCallback`: what was true when the collator was built is checked again when training begins.
+
+Between the two, the model may have been reloaded (a saved config does not hold its attention key),
+wrapped, given another key, or another collator may have taken the place of ours.
+"""
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from .capabilities import model_capabilities
+from .collator import DataCollatorForNeatPacking
+from .contract import PackingCapabilities
+from .dry_run import IsolationProof, prove_isolation
+from .errors import ContractError
+from .hooks.metadata import entry_hook, rebuild_varlen_kwargs_at_model_entry
+from .wrappers import unwrap
+
+_ALWAYS = ("packed_mask_type", "layout", "requires_packed_sequence_metadata")
+_OF_MASKS = ("layer_masks", "mask_delivery", "is_causal")
+
+
+class PackingCallback(TrainerCallback):  # type: ignore[misc]
+    """Check a Trainer's packing before its first step: `Trainer(..., callbacks=[PackingCallback()])`.
+
+    Raises at train begin unless the loader's collator is ours, the model's key still resolves to the
+    collator's layout, nothing between loader and model cuts the batch where it must not be cut,
+    and a dry run of two documents shows that every attention layer keeps them apart.
+
+    Args:
+        dry_run: run the two documents; three forwards of about ten tokens.
+
+    Attributes:
+        proof: what the dry run measured, once training has begun.
+    """
+
+    def __init__(self, *, dry_run: bool = True) -> None:
+        self.dry_run = dry_run
+        self.proof: IsolationProof | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check everything once, before the first batch.
+
+        Raises:
+            ContractError: collator, model and loader do not fit together.
+            UnsupportedModelError: the model mixes documents.
+        """
+        model, loader = kwargs["model"], kwargs.get("train_dataloader")
+        collator = require_packing_collator(getattr(loader, "collate_fn", None))
+        require_same_layout(model, collator)
+        _require_uncut_batches(args, loader, model, collator.capabilities)
+        if self.dry_run:
+            self.proof = prove_isolation(model, collator)
+
+
+def require_packing_collator(collate_fn: Any) -> DataCollatorForNeatPacking:
+    """Return the packing collator of a loader, also from inside the Trainer's column remover.
+
+    Raises:
+        ContractError: another collator, which would say nothing about documents.
+    """
+    inner = getattr(collate_fn, "data_collator", collate_fn)
+    if isinstance(inner, DataCollatorForNeatPacking):
+        return inner
+    raise ContractError(
+        f"The train loader collates with {type(inner).__name__}, which writes no boundaries, so the documents of a row "
+        "would see each other. Pass `data_collator=DataCollatorForNeatPacking(model)` to the Trainer."
+    )
+
+
+def require_same_layout(model: nn.Module, collator: DataCollatorForNeatPacking) -> None:
+    """Raise unless a model still reads what its collator writes.
+
+    Args:
+        model: the model as it is now.
+        collator: built from the model as it was, or from a contract.
+
+    Raises:
+        ContractError: naming both sides and why.
+    """
+    written, read = collator.capabilities, model_capabilities(model)
+    names = [*_ALWAYS]
+    names += _OF_MASKS if read.packed_mask_type == "block_causal" else []
+    names += ["mask_dtype"] if read.layout == "additive_4d" else []
+    changed = [name for name in names if getattr(written, name) != getattr(read, name)]
+    details = [f"{name}: {getattr(written, name)!r}, {getattr(read, name)!r}" for name in changed]
+    if collator.position_ids_start != read.position_ids_start:
+        details.append(
+            f"position_ids_start: {collator.position_ids_start}, {read.position_ids_start}"
+        )
+    if read.requires_seq_idx and not collator.return_seq_idx:
+        details.append("seq_idx: not written, needed by recurrent layers")
+    if details:
+        raise ContractError(
+            f"{type(unwrap(model)).__name__} does not read what the collator writes (collator, model: "
+            f"{'; '.join(details)}).\nThe collator writes {written}\nThe model reads {read}\nA reloaded model is "
+            "back on its default attention. Set the key, then build `DataCollatorForNeatPacking(model)`."
+        )
+
+
+def _require_uncut_batches(
+    args: Any, loader: Any, model: nn.Module, capabilities: PackingCapabilities
+) -> None:
+    """Refuse what cuts batches on dimension 0, where a key has no row for each row of the batch."""
+    if capabilities.packed_mask_type != "flash_varlen":
+        return
+    hook = entry_hook(model)
+    if hook is not None and hook.hook is rebuild_varlen_kwargs_at_model_entry:
+        return
+    accelerator = getattr(args, "accelerator_config", None)
+    found = [
+        name for name in ("dispatch_batches", "split_batches") if getattr(accelerator, name, False)
+    ]
+    if type(loader).__name__ == "DataLoaderDispatcher" and "dispatch_batches" not in found:
+        found.append("dispatch_batches (the default of an iterable dataset)")
+    if getattr(args, "n_gpu", 1) > 1:
+        found.append("DataParallel (several visible GPUs and one process)")
+    if found:
+        raise ContractError(
+            f"{' and '.join(found)} cuts each batch on dimension 0. `cu_seq_lens_q` has one entry per document and not "
+            "per row, so the parts would get the boundaries of other tokens. Set "
+            '`accelerator_config={"dispatch_batches": False, "split_batches": False}` and one process per GPU; or '
+            "give every pack a row of its own (`rows='packs'`) and rebuild the offsets of each part: "
+            "`configure_packing_for_models([model])`."
+        )
