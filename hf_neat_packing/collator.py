@@ -121,8 +121,9 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             return_seq_idx=capabilities.requires_seq_idx
             if return_seq_idx is None
             else return_seq_idx,
-            position_ids_start=start,
         )
+        # The base class takes it as an argument only from transformers 5.24 on.
+        self.position_ids_start = start
         self.capabilities = capabilities
         self.row_length = row_length
         self.pad_to_multiple_of = pad_to_multiple_of

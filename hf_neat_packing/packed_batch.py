@@ -77,7 +77,8 @@ def is_pack(feature: Any) -> bool:
     ids = feature.get("input_ids") if isinstance(feature, Mapping) else None
     if ids is None or len(ids) == 0:
         return False
-    return getattr(ids, "ndim", 1) == 1 and hasattr(ids[0], "__len__")
+    first = ids[0]
+    return isinstance(first, (list, tuple)) or getattr(first, "ndim", 0) >= 1
 
 
 def _documents_of(feature: Any, index: int) -> list[Document]:
