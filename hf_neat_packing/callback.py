@@ -102,25 +102,37 @@ def require_same_layout(model: nn.Module, collator: DataCollatorForNeatPacking) 
 def _require_uncut_batches(
     args: Any, loader: Any, model: nn.Module, capabilities: PackingCapabilities
 ) -> None:
-    """Refuse what cuts batches on dimension 0, where a key has no row for each row of the batch."""
-    if capabilities.packed_mask_type != "flash_varlen":
+    """Refuse what cuts and joins batches on dimension 0, where a key has no row for each row of the batch."""
+    found = _cutters(args, loader)
+    if not found:
         return
     hook = entry_hook(model)
-    if hook is not None and hook.hook is rebuild_varlen_kwargs_at_model_entry:
+    rebuilt = hook is not None and hook.hook is rebuild_varlen_kwargs_at_model_entry
+    varlen = capabilities.packed_mask_type == "flash_varlen"
+    # Accelerate joins the batches of several processes, and cannot join the plain ints of a batch.
+    joined = found[0].startswith("dispatch_batches") and getattr(args, "world_size", 1) > 1
+    ints = varlen or capabilities.requires_packed_sequence_metadata
+    if (not varlen or rebuilt) and not (joined and ints):
         return
+    raise ContractError(
+        f"{' and '.join(found)} cuts and joins batches on dimension 0, but this batch holds keys without a row for "
+        f"each row ({'offsets' if varlen else 'the bundle'} and plain ints), so its parts would get the boundaries of "
+        'other tokens. Set `accelerator_config={"dispatch_batches": False, "split_batches": False}` and one process '
+        "per GPU. Where only rows are cut, give every pack a row of its own (`rows='packs'`) and rebuild the "
+        "offsets of each part: `configure_packing_for_models([model])`."
+    )
+
+
+def _cutters(args: Any, loader: Any) -> list[str]:
+    """Name what lies between loader and model and cuts batches; the dispatcher first."""
     accelerator = getattr(args, "accelerator_config", None)
-    found = [
-        name for name in ("dispatch_batches", "split_batches") if getattr(accelerator, name, False)
-    ]
-    if type(loader).__name__ == "DataLoaderDispatcher" and "dispatch_batches" not in found:
+    found = []
+    if getattr(accelerator, "dispatch_batches", False):
+        found.append("dispatch_batches")
+    elif type(loader).__name__ == "DataLoaderDispatcher":
         found.append("dispatch_batches (the default of an iterable dataset)")
+    if getattr(accelerator, "split_batches", False):
+        found.append("split_batches")
     if getattr(args, "n_gpu", 1) > 1:
         found.append("DataParallel (several visible GPUs and one process)")
-    if found:
-        raise ContractError(
-            f"{' and '.join(found)} cuts each batch on dimension 0. `cu_seq_lens_q` has one entry per document and not "
-            "per row, so the parts would get the boundaries of other tokens. Set "
-            '`accelerator_config={"dispatch_batches": False, "split_batches": False}` and one process per GPU; or '
-            "give every pack a row of its own (`rows='packs'`) and rebuild the offsets of each part: "
-            "`configure_packing_for_models([model])`."
-        )
+    return found

@@ -8,6 +8,7 @@ Legend: `S` tokens in a row; the first document is `A`, the second `B`.
 """
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ class LayerProof(NamedTuple):
     Attributes:
         name: the layer's name in the unwrapped model.
         saw_boundaries: whether offsets or a mask came to it by name.
+        change_before: largest change of its input in the unchanged document, made by what came before it.
         change_in_first: largest change of its output in the changed document.
         change_in_second: largest change in the other one; rounding at most.
         bound: what rounding may change.
@@ -37,6 +39,7 @@ class LayerProof(NamedTuple):
 
     name: str
     saw_boundaries: bool
+    change_before: float
     change_in_first: float
     change_in_second: float
     bound: float
@@ -59,6 +62,7 @@ class IsolationProof(NamedTuple):
 class _Call(NamedTuple):
     name: str
     saw_boundaries: bool
+    inputs: Tensor | None
     output: Tensor
 
 
@@ -81,7 +85,8 @@ def prove_isolation(model: nn.Module, collator: Any) -> IsolationProof:
     collator = copy.copy(collator)
     collator.row_length = collator.pad_to_multiple_of = None
     first, other, second = _documents(unwrap(model))
-    with _evaluating(model), torch.no_grad():
+    # Compiled code would keep the recorders of this run.
+    with _evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         packed, packed_calls = _run(model, collator, [first, second])
         changed, changed_calls = _run(model, collator, [other, second])
         alone, _ = _run(model, collator, [second])
@@ -93,12 +98,7 @@ def prove_isolation(model: nn.Module, collator: Any) -> IsolationProof:
     second_packed, second_alone = _of_last(name, packed, 2), _of_last(name, alone, 1)
     leak = _largest(second_packed - _of_last(name, changed, 2))
     if leak > bound:
-        raise UnsupportedModelError(
-            f"{name}: the second document of a row answers to the first (its output moves by {leak:.3g}, rounding "
-            f"moves it by {bound:.3g}), though its {len(layers)} attention layers keep them apart. "
-            "Something else carries state from token to token: recurrent layers or convolutions. "
-            "Attach the hooks of `hf_neat_packing.hooks.recurrent`, or train this model unpacked."
-        )
+        raise _other_leak(name, leak, bound, "in its output, after all attention layers")
     distance = _largest(second_packed - second_alone)
     if distance > bound:
         raise UnsupportedModelError(
@@ -107,6 +107,15 @@ def prove_isolation(model: nn.Module, collator: Any) -> IsolationProof:
             "inside, or by distances that do not restart. Train this model unpacked."
         )
     return IsolationProof(layers, leak, distance)
+
+
+def _other_leak(model: str, leak: float, bound: float, where: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{model}: the second document of a row answers to the first, {where} (it moves by {leak:.3g} when the first "
+        f"changes, rounding moves it by {bound:.3g}), though no attention layer did it. Something else carries state "
+        "from token to token: recurrent layers or convolutions. Attach the hooks of "
+        "`hf_neat_packing.hooks.recurrent`, or train this model unpacked."
+    )
 
 
 def _of_last(model: str, output: Tensor, documents: int) -> Tensor:
@@ -203,36 +212,48 @@ def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
 def _recorder(name: str, calls: list[_Call]) -> Any:
     def record(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         tensor = output if isinstance(output, Tensor) else output[0]
+        inputs = next((x for x in (*args, kwargs.get("hidden_states")) if _over_row(x)), None)
         mask = kwargs.get("attention_mask")
         saw = (
             mask is not None or DOCUMENT_MAP_KEY in kwargs or all(k in kwargs for k in VARLEN_KEYS)
         )
         # Only what runs over the row itself: a vision tower has tokens of its own.
-        if isinstance(tensor, Tensor) and tensor.ndim >= 3 and sum(LENGTHS) in tensor.shape[:2]:
-            calls.append(_Call(name, saw, tensor.detach()))
+        if _over_row(tensor):
+            calls.append(_Call(name, saw, inputs, tensor.detach()))
 
     return record
 
 
+def _over_row(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim >= 3 and sum(LENGTHS) in value.shape[:2]
+
+
+def _difference(before: Tensor, after: Tensor) -> tuple[float, float]:
+    """Largest change in the first and in the second document."""
+    axis = before.shape.index(sum(LENGTHS))
+    first, second = (before.float() - after.float()).split(list(LENGTHS), axis)
+    return _largest(first), _largest(second)
+
+
 def _layers(packed: list[_Call], changed: list[_Call]) -> Iterator[LayerProof]:
     for depth, (before, after) in enumerate(zip(packed, changed, strict=True)):
-        axis = before.output.shape.index(sum(LENGTHS))
-        first, second = (before.output.float() - after.output.float()).split(list(LENGTHS), axis)
-        yield LayerProof(
-            before.name,
-            before.saw_boundaries,
-            _largest(first),
-            _largest(second),
-            _rounding(before.output, depth, packed),
-        )
+        upstream = 0.0
+        if before.inputs is not None and after.inputs is not None:
+            upstream = _difference(before.inputs, after.inputs)[1]
+        first, second = _difference(before.output, after.output)
+        bound = _rounding(before.output, depth, packed)
+        yield LayerProof(before.name, before.saw_boundaries, upstream, first, second, bound)
 
 
 def _require_isolation(model: str, layer: LayerProof) -> None:
     if layer.change_in_second > layer.bound:
+        if layer.change_before > layer.bound:
+            where = f"before attention layer {layer.name!r}"
+            raise _other_leak(model, layer.change_before, layer.bound, where)
         saw = (
             "The boundaries came to it and were not used"
             if layer.saw_boundaries
-            else "No boundaries came to it"
+            else "No boundaries came to it by name"
         )
         raise UnsupportedModelError(
             f"{model}: attention layer {layer.name!r} lets the second document of a row see the first (its output "
@@ -258,7 +279,7 @@ def _rounding(output: Tensor, depth: int, calls: list[_Call]) -> float:
     if output.is_cuda and torch.get_float32_matmul_precision() != "highest":
         coarsest = max(coarsest, torch.finfo(torch.float16).eps)
     width = calls[-1].output.shape[-1] if calls else output.shape[-1]
-    return 2 * (depth + 1) * (coarsest + width**0.5 * FLOAT32_EPS) * _largest(output)
+    return 2 * (depth + 1) * (coarsest + math.sqrt(width) * FLOAT32_EPS) * _largest(output)
 
 
 def _largest(values: Tensor) -> float:
