@@ -150,16 +150,18 @@ def compare_place(place: str, data: datasets.Dataset, limit: int, repeats: int) 
         show(name, median_ms(pack_ours, repeats), their_ms, "ms", note)
         show(f"{place}: peak memory of that", peak_mb(pack_ours), their_mb, "MB")
     view = views["bfd"]
-    for threads in (None, 2):
+    for keep in (True, False):
 
-        def write(threads: int | None = threads) -> datasets.Dataset:
-            return view.materialize(num_proc=threads)
+        def write(keep: bool = keep) -> datasets.Dataset:
+            return view.materialize(keep_in_memory=keep)
 
-        name = f"{place}: materialized, {threads or 1} thread" + ("s" if threads else "")
+        target = "memory" if keep else "a file"
         note = f"after a plan of {median_ms(lambda: view.with_epoch(0), 1):.0f} ms"
-        show(name, median_ms(write, repeats), their_ms, "ms", note)
+        show(
+            f"{place}: materialized into {target}", median_ms(write, repeats), their_ms, "ms", note
+        )
+        show(f"{place}: peak memory of that", peak_mb(write), their_mb, "MB")
     assert checksum(view.materialize()) == checksum(theirs) == checksum(data)
-    show(f"{place}: peak memory of that", peak_mb(view.materialize), their_mb, "MB")
     count = min(2000, len(view))
     ours = 1000 * median_ms(read_packs(view, count), repeats) / count
     for form in (None, "numpy"):

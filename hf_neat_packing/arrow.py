@@ -8,21 +8,13 @@ Symbols: `R` rows of the table, `C` chunks of a column, `P` pieces asked for.
 """
 
 from collections.abc import Sequence
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from hf_neat_packing.errors import ColumnError
-
-
-class Place(NamedTuple):
-    """Say where rows are: the chunk of each, `[P]` (None for a single chunk), and the row in it."""
-
-    chunks: list[int] | None
-    inside: NDArray[np.integer[Any]]
 
 
 class ListColumn:
@@ -59,7 +51,10 @@ class ListColumn:
                 first_rows.append(first_rows[-1] + len(chunk))
         self.num_rows = first_rows.pop()
         self.first_rows = tuple(first_rows)
-        self._starts = np.array(first_rows, dtype=np.int64)
+        self._chunk_starts = np.array(first_rows, dtype=np.int64)
+        # A few bytes per row, for one look-up per pack instead of one per document.
+        begins = [offsets[:-1] for offsets in self._offsets]
+        self._begins = begins[0] if len(begins) == 1 else _join(begins)
 
     def _open_chunk(self, chunk: pa.Array, first_row: int) -> tuple[Any, NDArray[Any]]:
         """Return a chunk's flat values and the offsets `[rows + 1]` into them."""
@@ -90,27 +85,25 @@ class ListColumn:
             np.subtract(offsets[1:], offsets[:-1], out=lengths[first : first + len(offsets) - 1])
         return lengths
 
-    def locate(self, rows: NDArray[np.integer[Any]]) -> Place:
-        """Find rows in the chunks of the column.
-
-        Args:
-            rows: Table rows, `[P]`.
-
-        Returns:
-            Where they are, for `read`; good for every column with the same `first_rows`.
-        """
+    def locate(self, rows: NDArray[np.integer[Any]]) -> list[int]:
+        """Find the chunk of each row, `[P]`; the same for every column with these `first_rows`."""
         if len(self._values) == 1:
-            return Place(None, rows)
-        chunks = np.searchsorted(self._starts, rows, side="right") - 1
-        return Place(chunks.tolist(), rows - self._starts[chunks])
+            return [0] * len(rows)
+        chunks: list[int] = (np.searchsorted(self._chunk_starts, rows, side="right") - 1).tolist()
+        return chunks
 
     def read(
-        self, place: Place, starts: Sequence[int], lengths: Sequence[int]
+        self,
+        rows: NDArray[np.integer[Any]],
+        chunks: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
     ) -> list[NDArray[Any]]:
         """Slice pieces of documents out of the column.
 
         Args:
-            place: The table row of each piece, `[P]`, as `locate` found it.
+            rows: The table row of each piece, `[P]`.
+            chunks: What `locate` gave for them, `[P]`.
             starts: The first token of each piece inside its document, `[P]`.
             lengths: The number of tokens of each piece, `[P]`.
 
@@ -118,18 +111,13 @@ class ListColumn:
             One read-only 1-D array per piece, in the stored dtype; a view of the column's buffer
             except for booleans.
         """
-        offsets, values = self._offsets, self._values
-        if place.chunks is None:
-            begins = offsets[0][place.inside].tolist()
-            pieces = zip(repeat(values[0]), begins, starts, lengths, strict=False)
-        else:
-            inside = place.inside.tolist()
-            begins = [offsets[c].item(r) for c, r in zip(place.chunks, inside, strict=True)]
-            parts = [values[c] for c in place.chunks]
-            pieces = zip(parts, begins, starts, lengths, strict=True)
+        values = self._values
+        pieces = zip(chunks, self._begins[rows].tolist(), starts, lengths, strict=True)
         if self._boolean:
-            return [v.slice(b + s, n).to_numpy(zero_copy_only=False) for v, b, s, n in pieces]
-        return [v[(first := b + s) : first + n] for v, b, s, n in pieces]
+            return [
+                values[c].slice(b + s, n).to_numpy(zero_copy_only=False) for c, b, s, n in pieces
+            ]
+        return [values[c][(first := b + s) : first + n] for c, b, s, n in pieces]
 
 
 def check_list_type(name: str, kind: pa.DataType) -> None:
@@ -161,6 +149,11 @@ def check_list_type(name: str, kind: pa.DataType) -> None:
             "Accepted: a list of integers, floats or booleans as long as the document. Tokenize "
             f"first, or declare columns={{{name!r}: 'document'}} or 'ignore'."
         )
+
+
+def _join(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Lay arrays end to end; none at all is an empty one."""
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hf_neat_packing.arrow import ListColumn, Place
+from hf_neat_packing.arrow import ListColumn
 from hf_neat_packing.columns import ColumnRule, check_document_lengths, resolve_column_rules
 from hf_neat_packing.errors import ColumnError
 
@@ -52,6 +52,12 @@ class DocumentTable:
                 self._tokens[name] = ListColumn(name, table.column(name))
             elif rule.kind != "ignore":
                 self._others[name] = _Decoded(self.dataset, name)
+        # Columns are mostly cut into the same chunks, and then share the search for a row.
+        numbers: dict[tuple[int, ...], int] = {}
+        self._layouts = {
+            name: numbers.setdefault(column.first_rows, len(numbers))
+            for name, column in self._tokens.items()
+        }
 
     def lengths(self) -> NDArray[np.int64]:
         """Return the tokens of each document, `[documents]`, once all token columns agree on them.
@@ -81,13 +87,14 @@ class DocumentTable:
         """
         rows = documents if self._rows is None else self._rows[documents]
         pieces: dict[str, list[Any]] = {}
-        places: dict[tuple[int, ...], Place] = {}
+        chunks: dict[int, list[int]] = {}
         for name in self.rules:
             if name in self._tokens:
                 column = self._tokens[name]
-                place = places.get(column.first_rows) or column.locate(rows)
-                places[column.first_rows] = place
-                pieces[name] = column.read(place, starts, lengths)
+                layout = self._layouts[name]
+                if layout not in chunks:
+                    chunks[layout] = column.locate(rows)
+                pieces[name] = column.read(rows, chunks[layout], starts, lengths)
             elif name in self._others:
                 pieces[name] = self._others[name](documents.tolist())
         if "position_ids" in self._tokens and any(starts):
@@ -106,7 +113,7 @@ class DocumentTable:
         """Lay pieces of one token column end to end, as one flat Arrow array `[tokens]`."""
         rows = documents if self._rows is None else self._rows[documents]
         column = self._tokens[name]
-        pieces = column.read(column.locate(rows), starts, lengths)
+        pieces = column.read(rows, column.locate(rows), starts, lengths)
         if name == "position_ids" and any(starts):
             pieces = [p - p[0] if s else p for p, s in zip(pieces, starts, strict=True)]
         return pa.array(np.concatenate(pieces) if pieces else [], type=column.value_type)

@@ -48,17 +48,20 @@ def nested_features(
     return Features(nested)
 
 
-def materialize(view: "PackedDataset", *, num_proc: int | None = None) -> "datasets.Dataset":
+def materialize(
+    view: "PackedDataset", *, num_proc: int | None = None, keep_in_memory: bool | None = None
+) -> "datasets.Dataset":
     """Write the packs of a view as a `datasets.Dataset`, in memory or in a cache file.
 
     Args:
         view: The view.
         num_proc: Threads that gather documents.
+        keep_in_memory: Whether the packs are in memory; None: where the view's data set is.
 
     Returns:
-        A data set with one row per pack and nested columns. It is in memory where the view's data
-        set is, and otherwise a memory-mapped file beside it, named by a fingerprint of data and
-        plan and used again if it is there.
+        A data set with one row per pack and nested columns. Out of memory it is a memory-mapped
+        file, named by a fingerprint of data and plan and used again if it is there: beside the
+        view's data set, or in a temporary folder of the process if that is in memory.
     """
     import datasets
 
@@ -73,10 +76,11 @@ def materialize(view: "PackedDataset", *, num_proc: int | None = None) -> "datas
     )
     keywords = {"info": info, "split": source.split, "fingerprint": fingerprint}
     schema = view.features.arrow_schema
-    if not source.cache_files:
+    in_memory = not source.cache_files if keep_in_memory is None else keep_in_memory
+    if in_memory:
         table = pa.Table.from_batches(_batches(view, schema, num_proc), schema=schema)
         return datasets.Dataset(datasets.table.InMemoryTable(table), **keywords)
-    path = Path(source.cache_files[0]["filename"]).parent / f"packed-{fingerprint}.arrow"
+    path = _folder(source) / f"packed-{fingerprint}.arrow"
     if not (path.exists() and datasets.is_caching_enabled()):
         with (
             _replacing(path) as unfinished,
@@ -100,6 +104,15 @@ def write_parquet(view: "PackedDataset", path: Path, *, num_proc: int | None = N
     with _replacing(path) as unfinished, pq.ParquetWriter(unfinished, schema) as writer:
         for batch in _batches(view, schema, num_proc):
             writer.write_batch(batch)
+
+
+def _folder(source: "datasets.Dataset") -> Path:
+    """Return where files made from a data set are kept, as `datasets` itself keeps them."""
+    from datasets.fingerprint import get_temporary_cache_files_directory
+
+    if source.cache_files:
+        return Path(source.cache_files[0]["filename"]).parent
+    return Path(get_temporary_cache_files_directory())
 
 
 @contextmanager

@@ -192,7 +192,9 @@ class PackedDataset(TorchDataset[Pack]):
         """Return a view of the same documents planned with `seed + epoch`."""
         return PackedDataset(self.dataset, self._arguments, columns=self.rules, epoch=epoch)
 
-    def materialize(self, *, num_proc: int | None = None) -> "datasets.Dataset":
+    def materialize(
+        self, *, num_proc: int | None = None, keep_in_memory: bool | None = None
+    ) -> "datasets.Dataset":
         """Write the packs as a real `datasets.Dataset` with nested columns.
 
         A set that is in memory gives one in memory; one with files on disk gives one in a cache
@@ -200,13 +202,14 @@ class PackedDataset(TorchDataset[Pack]):
 
         Args:
             num_proc: Threads that gather documents.
+            keep_in_memory: Decide against that: True is faster, False needs the least memory.
 
         Returns:
             A data set with one row per pack.
         """
         from hf_neat_packing.materialize import materialize
 
-        return materialize(self, num_proc=num_proc)
+        return materialize(self, num_proc=num_proc, keep_in_memory=keep_in_memory)
 
     def save_to_disk(self, path: str | Path, *, num_proc: int | None = None) -> None:
         """Write the packs as a folder for `datasets.load_from_disk`, with the report beside them.

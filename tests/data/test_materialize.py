@@ -70,6 +70,15 @@ def test_an_in_memory_set_is_packed_in_memory():
     assert sorted(written[0]["input_ids"]) == [[1, 2], [3]]
 
 
+def test_keep_in_memory_decides_where_packs_are(on_disk):
+    view = pack_dataset(on_disk, max_length=64)
+    assert view.materialize(keep_in_memory=True).cache_files == []
+    in_memory = pack_dataset(Dataset.from_dict({"input_ids": [[1, 2], [3]]}), max_length=4)
+    written = in_memory.materialize(keep_in_memory=False)
+    assert len(written.cache_files) == 1
+    assert plain(written) == plain(in_memory)
+
+
 def test_save_to_disk_and_parquet_keep_the_packs_and_the_report(on_disk, tmp_path):
     view = pack_dataset(on_disk, max_length=64)
     view.save_to_disk(tmp_path / "packed")
