@@ -152,7 +152,7 @@ def test_an_explicit_kernel_never_falls_back():
         choose_kernel(call, "sdpa")
     with pytest.raises(UnsupportedAttentionError, match="CUDA"):
         choose_kernel(call._replace(softcap=None), "torch_varlen")
-    with pytest.raises(UnsupportedAttentionError, match="auto, flash"):
+    with pytest.raises(UnsupportedAttentionError, match="auto, fa"):
         choose_kernel(call, "bogus")
 
 
@@ -179,7 +179,7 @@ def test_every_short_token_has_exactly_one_real_slot(lengths, heads):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["torch_varlen", "flash"])
+@pytest.mark.parametrize("name", ["torch_varlen", "fa"])
 def test_gpu_kernels_stay_within_half_precision_of_the_oracle(name):
     call = make_call([7, 100, 300], dtype=torch.bfloat16, dims=(64, 64))
     call = call._replace(

@@ -27,15 +27,16 @@ def _never_refuses(call: VarlenCall) -> None:
 
 
 KERNELS: dict[str, tuple[Callable[[VarlenCall], Tensor], Callable[[VarlenCall], str | None]]] = {
-    "flash": (flash.attention, flash.why_not),
+    # Not "flash": transformers takes every key with that word for one of its own kernels.
+    "fa": (flash.attention, flash.why_not),
     "torch_varlen": (torch_varlen.attention, torch_varlen.why_not),
     "sdpa": (sdpa.attention, _sdpa_why_not),
     "explicit": (explicit.attention, _never_refuses),
     "reference": (lambda call: reference.attention(call).to(call.value.dtype), _never_refuses),
 }
-"""Name -> (function, what it cannot compute). In order of preference; `reference` is for tests."""
+"""Name -> (function, what it cannot compute). In order of preference; `fa` is the package flash-attn, `reference` is for tests."""
 
-PREFERENCE = ("flash", "torch_varlen", "sdpa", "explicit")
+PREFERENCE = ("fa", "torch_varlen", "sdpa", "explicit")
 
 
 class KernelChoice(NamedTuple):
