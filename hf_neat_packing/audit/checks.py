@@ -128,7 +128,11 @@ def gradient_isolation(
         for _, embedded in captured:
             embedded.grad = None
         span = packed.spans[document]
-        (span.of(values) * weights).sum().backward(retain_graph=True)
+        try:
+            (span.of(values) * weights).sum().backward(retain_graph=True)
+        except RuntimeError as error:
+            model.zero_grad(set_to_none=True)
+            return _backward_failed("isolation, gradients", error), document
         found, count = _foreign_gradient(packed, document, captured)
         checked += count
         if found and connected is None:
@@ -218,6 +222,11 @@ def own_loss_parity(model: nn.Module, packed: PackedInputs, truth: Truth) -> Che
     )
 
 
+def _backward_failed(name: str, error: RuntimeError) -> Check:
+    reason = (str(error).splitlines() or [""])[0][:160]
+    return Check(name, False, f"the backward raised {type(error).__name__}: {reason}")
+
+
 def label_count(packed: PackedInputs, truth: Truth) -> Check:
     """The packed row counts as many labels as its documents alone."""
     labels = packed.labels
@@ -252,7 +261,11 @@ def gradient_parity(
         cross_entropy_sum(span.of(output.values), span.of(packed.labels), shifted=truth.shifted)
         for span in packed.spans
     ]
-    torch.stack(losses).sum().backward()
+    try:
+        torch.stack(losses).sum().backward()
+    except RuntimeError as problem:
+        model.zero_grad(set_to_none=True)
+        return _backward_failed("gradients", problem), None
     inner = unwrap(model)
     worst, worst_name, error_there, bound_there, count = 0.0, None, 0.0, 0.0, 0
     for name, parameter in inner.named_parameters():

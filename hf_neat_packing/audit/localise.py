@@ -71,12 +71,14 @@ class Place:
 def bits(laid: Tensor) -> Tensor:
     """Sum the bits of each token: equal vectors have equal sums, and both zeros count as one."""
     whole = (laid + 0.0).contiguous().view(_BITS[laid.element_size()])
-    return whole.to(torch.int64).sum(-1)
+    sums: Tensor = whole.to(torch.int64).sum(-1)
+    return sums
 
 
 def norms(laid: Tensor) -> Tensor:
     """Take the norm of each token in float64: comparable where rounding differs."""
-    return laid.double().norm(dim=-1)
+    result: Tensor = laid.double().norm(dim=-1)
+    return result
 
 
 def by_token(value: Tensor, rows: int, length: int) -> Tensor | None:
@@ -150,19 +152,22 @@ def first_difference(
         differs: compares two digests, on the tokens that matter.
 
     Returns:
-        The call in both runs; the first with a differing output where all have differing inputs;
-        None where no output differs.
+        The call in both runs; None where no output differs. Where every differing output has a
+        differing input, something acted between two modules: the call before it.
     """
-    fallback = None
+    fallback, before = None, None
     known = _numbered(others)
     for key, a in _numbered(calls).items():
         b = known.get(key)
-        if b is None or a.output is None or b.output is None or not differs(a.output, b.output):
+        if b is None or a.output is None or b.output is None:
+            continue
+        if not differs(a.output, b.output):
+            before = (a, b) if fallback is None else before
             continue
         pairs = zip(a.inputs, b.inputs, strict=False)
         if a.inputs and not any(differs(x, y) for x, y in pairs):
             return a, b
-        fallback = fallback or (a, b)
+        fallback = fallback or before or (a, b)
     return fallback
 
 

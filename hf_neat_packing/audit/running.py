@@ -75,7 +75,8 @@ def forward(model: nn.Module, inputs: Mapping[str, Any]) -> Output:
     if values is None:
         raise UnsupportedModelError(
             f"{type(unwrap(model)).__name__} returned nothing of shape [{rows}, {length}, ...] for {rows} rows of "
-            f"{length} tokens, so its outputs cannot be compared by document. Audit the part of the model that keeps its tokens."
+            f"{length} tokens, so its outputs cannot be compared by document. "
+            "Audit the part of the model that keeps its tokens."
         )
     loss = getattr(result, "loss", None)
     auxiliary = getattr(result, "aux_loss", None)
