@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -16,14 +16,35 @@ from numpy.typing import NDArray
 
 from hf_neat_packing.arrow import nest
 from hf_neat_packing.columns import ColumnRule
+from hf_neat_packing.document_table import DocumentTable
+from hf_neat_packing.planning import PackingPlan
 
 if TYPE_CHECKING:
     import datasets
 
-    from hf_neat_packing.packed_dataset import PackedDataset
-
 # Large enough for memory bandwidth, small enough that a batch is a small part of any set.
-_TOKENS_PER_BATCH = 2**21
+_TOKENS_PER_BATCH = 2**20
+
+
+class PackedView(Protocol):
+    """Name what is read of a `PackedDataset`, so that it can use this module."""
+
+    plan: PackingPlan
+    documents: DocumentTable
+
+    def __len__(self) -> int: ...
+
+    @property
+    def rules(self) -> dict[str, ColumnRule]:
+        """The rule of each column."""
+
+    @property
+    def dataset(self) -> "datasets.Dataset":
+        """The documents."""
+
+    @property
+    def features(self) -> "datasets.Features":
+        """The features of the packs."""
 
 
 def nested_features(
@@ -49,7 +70,7 @@ def nested_features(
 
 
 def materialize(
-    view: "PackedDataset", *, num_proc: int | None = None, keep_in_memory: bool | None = None
+    view: PackedView, *, num_proc: int | None = None, keep_in_memory: bool | None = None
 ) -> "datasets.Dataset":
     """Write the packs of a view as a `datasets.Dataset`, in memory or in a cache file.
 
@@ -92,7 +113,7 @@ def materialize(
     return datasets.Dataset(datasets.table.MemoryMappedTable.from_file(str(path)), **keywords)
 
 
-def write_parquet(view: "PackedDataset", path: Path, *, num_proc: int | None = None) -> None:
+def write_parquet(view: PackedView, path: Path, *, num_proc: int | None = None) -> None:
     """Write the packs of a view as one parquet file, a batch at a time.
 
     Args:
@@ -126,9 +147,7 @@ def _replacing(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def _batches(
-    view: "PackedDataset", schema: pa.Schema, num_proc: int | None
-) -> Iterator[pa.RecordBatch]:
+def _batches(view: PackedView, schema: pa.Schema, num_proc: int | None) -> Iterator[pa.RecordBatch]:
     """Gather all packs in order, a bounded number of batches ahead, behind a progress bar."""
     from datasets.utils import tqdm
 
@@ -161,7 +180,7 @@ def _finish(future: "Future[pa.RecordBatch]", bar: Any) -> pa.RecordBatch:
     return batch
 
 
-def _batch(view: "PackedDataset", schema: pa.Schema, first: int, last: int) -> pa.RecordBatch:
+def _batch(view: PackedView, schema: pa.Schema, first: int, last: int) -> pa.RecordBatch:
     """Gather the packs `first` to `last` into one record batch of nested columns."""
     plan = view.plan
     outer: NDArray[np.int64] = plan.offsets[first : last + 1] - plan.offsets[first]
@@ -185,7 +204,7 @@ def _batch(view: "PackedDataset", schema: pa.Schema, first: int, last: int) -> p
     )
 
 
-def _fingerprint(view: "PackedDataset") -> str:
+def _fingerprint(view: PackedView) -> str:
     """Hash what decides the packs: the data set, the plan and the rules."""
     digest = hashlib.blake2b(digest_size=8)
     digest.update(view.dataset._fingerprint.encode())  # noqa: SLF001
