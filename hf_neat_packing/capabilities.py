@@ -20,6 +20,7 @@ from .contract import (
 )
 from .errors import ContractError, UnsupportedModelError
 from .hooks.metadata import (
+    install_dense_mask_hook,
     install_native_fa4_metadata_hook,
     install_strip_metadata_hook,
     install_varlen_rebuild_hook,
@@ -156,7 +157,8 @@ def configure_packing(
 
     One removable hook at most: native FlashAttention-4 gets the bundle flattened; models that read varlen kwargs
     get them rebuilt from the document map of each microbatch; the others get an unused bundle
-    taken away, except recurrent models, which read it themselves. A hook of an earlier call is replaced.
+    taken away, and document numbers refused where they read 4-D masks. Recurrent models read the bundle
+    themselves and get no hook. A hook of an earlier call is replaced.
 
     Args:
         attn_implementation: from `get_model_attn_implementation`.
@@ -180,6 +182,8 @@ def configure_packing(
         remove_entry_hook(model)
     elif capabilities.packed_mask_type == "flash_varlen":
         install_varlen_rebuild_hook(model)
+    elif capabilities.packed_mask_type == "block_causal":
+        install_dense_mask_hook(model)
     else:
         install_strip_metadata_hook(model)
     return capabilities

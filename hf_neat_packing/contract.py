@@ -190,7 +190,10 @@ class PackingCapabilities:
                 f"{mask.layer_type}={mask.kind}{f' {mask.size}' if mask.size else ''}"
                 for mask in self.layer_masks
             ]
-            lines.append(f"  masks: {', '.join(patterns)}; taken as {self.mask_delivery}")
+            direction = "causal" if self.is_causal else "bidirectional"
+            lines.append(
+                f"  masks: {', '.join(patterns)}; {direction}, taken as {self.mask_delivery}"
+            )
         wants = [
             ("unpadded bundle", self.requires_packed_sequence_metadata),
             ("seq_idx", self.requires_seq_idx),

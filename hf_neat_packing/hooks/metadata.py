@@ -5,7 +5,8 @@ So boundaries that must be flat are made here, from the forms that survive the s
 
 * native FlashAttention-4: the batch-major bundle is flattened;
 * transformers' varlen kwargs (the flash keys, `neat_varlen`): rebuilt from the document map;
-* everyone else: the bundle is taken away, so that a bare `cu_seqlens` selects no other code path.
+* everyone else: the bundle is taken away, so that a bare `cu_seqlens` selects no other code path; where the model
+  reads 4-D masks, a 2-D mask with document numbers is refused, since it would be read as 0 and 1.
 
 Hooks return new kwargs and never touch the caller's batch, so a second forward and recomputation see
 what the first one saw. They fire when the model is called, not when `.forward` is called past it.
@@ -67,6 +68,11 @@ def install_strip_metadata_hook(model: nn.Module) -> EntryHookHandle:
     return _install(model, strip_unused_packed_metadata_at_model_entry)
 
 
+def install_dense_mask_hook(model: nn.Module) -> EntryHookHandle:
+    """Strip the bundle and refuse indexed masks; see `guard_dense_mask_at_model_entry`."""
+    return _install(model, guard_dense_mask_at_model_entry)
+
+
 def install_varlen_rebuild_hook(model: nn.Module) -> EntryHookHandle:
     """Rebuild varlen kwargs from the document map; see `rebuild_varlen_kwargs_at_model_entry`."""
     return _install(model, rebuild_varlen_kwargs_at_model_entry)
@@ -84,7 +90,7 @@ def remove_entry_hook(model: nn.Module) -> None:
 
 
 def _install(model: nn.Module, hook: EntryHook) -> EntryHookHandle:
-    """Put a hook on the entry of a model: the one that is there, or in place of another of these three."""
+    """Put a hook on the entry of a model: the one that is there, or in place of another of ours."""
     module = entry_module(model)
     installed = entry_hook(module)
     if installed is not None and installed.hook is hook:
@@ -156,6 +162,32 @@ def strip_unused_packed_metadata_at_model_entry(
     if isinstance(kwargs.get(_MAX_SEQLEN), int):
         dropped.add(_MAX_SEQLEN)
     return args, {name: value for name, value in kwargs.items() if name not in dropped}
+
+
+def guard_dense_mask_at_model_entry(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    """Strip the bundle, and refuse document numbers where a 4-D mask is read.
+
+    Args:
+        module: a model that reads 4-D masks.
+        args: positional inputs, returned as they are.
+        kwargs: inputs with a 4-D mask, a 0/1 padding mask or none.
+
+    Returns:
+        The inputs without the bundle, or None where there is none.
+
+    Raises:
+        ContractError: an `attention_mask` `[B, S]` with values above 1.
+    """
+    if is_indexed_packed_mask(kwargs.get("attention_mask")):
+        raise ContractError(
+            f"{type(module).__name__} got an `attention_mask` with document numbers. Its attention reads 4-D masks and "
+            "casts a 2-D one to bool, so ids above 1 would mean no more than 'valid' and the documents "
+            "of a row would see each other. Build batches with `DataCollatorForNeatPacking(model)`, or load the model "
+            'with attn_implementation="neat_varlen", whose entry hook reads document numbers.'
+        )
+    return strip_unused_packed_metadata_at_model_entry(module, args, kwargs)
 
 
 def rebuild_varlen_kwargs_at_model_entry(

@@ -33,6 +33,7 @@ from hf_neat_packing.errors import ContractError, UnsupportedModelError
 from hf_neat_packing.hooks.metadata import (
     entry_hook,
     flatten_packed_metadata_at_model_entry,
+    guard_dense_mask_at_model_entry,
     rebuild_varlen_kwargs_at_model_entry,
     strip_unused_packed_metadata_at_model_entry,
 )
@@ -385,8 +386,13 @@ def test_a_transformers_without_the_kwargs_is_refused_with_the_missing_names(mon
     ("key", "declared", "hook"),
     [
         ("fa4", {"_uses_native_fa4": True}, flatten_packed_metadata_at_model_entry),
-        ("sdpa", {}, strip_unused_packed_metadata_at_model_entry),
-        ("te", {}, strip_unused_packed_metadata_at_model_entry),
+        ("sdpa", {}, guard_dense_mask_at_model_entry),
+        ("te", {}, guard_dense_mask_at_model_entry),
+        (
+            "te",
+            {"packed_mask_type": "document_ids"},
+            strip_unused_packed_metadata_at_model_entry,
+        ),
         ("flash_attention_2", {}, rebuild_varlen_kwargs_at_model_entry),
         ("neat_varlen", {}, rebuild_varlen_kwargs_at_model_entry),
         ("sdpa", {"requires_packed_sequence_metadata": True}, None),
@@ -432,7 +438,7 @@ def test_stages_combine_what_they_need():
     capabilities = configure_packing_for_models([plain, recurrent])
     assert capabilities.packed_mask_type == "block_causal"
     assert capabilities.requires_packed_sequence_metadata is True
-    assert entry_hook(plain).hook is strip_unused_packed_metadata_at_model_entry
+    assert entry_hook(plain).hook is guard_dense_mask_at_model_entry
     assert entry_hook(recurrent) is None
 
 

@@ -5,13 +5,15 @@ import threading
 
 import pytest
 import torch
+from contract_exactness import assert_as_exact_as_alone, double, tiny_llama
 from torch import nn
 
-from hf_neat_packing.capabilities import configure_packing
+from hf_neat_packing.capabilities import configure_packing, configure_packing_for_models
 from hf_neat_packing.contract import VARLEN_KEYS, varlen_kwargs_from_document_map
 from hf_neat_packing.errors import BoundaryError, ContractError
 from hf_neat_packing.hooks.metadata import (
     entry_hook,
+    install_dense_mask_hook,
     install_native_fa4_metadata_hook,
     install_strip_metadata_hook,
     install_varlen_rebuild_hook,
@@ -22,6 +24,7 @@ from hf_neat_packing.metadata import build_packed_sequence_metadata
 E1 = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
 IDS = torch.arange(12).reshape(2, 6)
 INSTALLERS = [
+    install_dense_mask_hook,
     install_native_fa4_metadata_hook,
     install_strip_metadata_hook,
     install_varlen_rebuild_hook,
@@ -115,9 +118,37 @@ def test_native_fa4_refuses_what_it_cannot_flatten(kwargs, word):
         seen_by(install_native_fa4_metadata_hook, **kwargs)
 
 
-def test_an_unused_bundle_is_stripped():
-    seen = seen_by(install_strip_metadata_hook, **build_packed_sequence_metadata(E1), labels=IDS)
+@pytest.mark.parametrize("install", [install_strip_metadata_hook, install_dense_mask_hook])
+def test_an_unused_bundle_is_stripped(install):
+    seen = seen_by(install, **build_packed_sequence_metadata(E1), labels=IDS)
     assert seen.keys() == {"labels"}
+
+
+def test_c07_document_numbers_are_refused_where_masks_are_cast_to_bool():
+    with pytest.raises(ContractError, match="attention_mask"):
+        seen_by(install_dense_mask_hook, attention_mask=E1)
+    # A model that makes its own masks reads them.
+    assert seen_by(install_strip_metadata_hook, attention_mask=E1)["attention_mask"] is E1
+    dense = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    assert seen_by(install_dense_mask_hook, attention_mask=dense)["attention_mask"] is dense
+
+
+@pytest.mark.parametrize("key", ["sdpa", "eager", "neat_varlen"])
+def test_c07_a_configured_model_reads_document_numbers_exactly_or_refuses_them(key):
+    model = tiny_llama(key).eval()
+    document_map = torch.tensor([[1, 1, 2, 2, 2, 3, 0, 0]])
+    ids = torch.arange(10, 18)[None]
+    configure_packing_for_models([model])
+    if key != "neat_varlen":
+        with pytest.raises(ContractError, match="attention_mask"):
+            model(input_ids=ids, attention_mask=document_map)
+        return
+    positions = torch.tensor([[0, 1, 0, 1, 2, 0, 0, 1]])
+    packed = model(input_ids=ids, attention_mask=document_map, position_ids=positions).logits
+    for start, stop in ((0, 2), (2, 5), (5, 6)):
+        alone = model(input_ids=ids[:, start:stop]).logits
+        truth = double(model)(input_ids=ids[:, start:stop]).logits
+        assert_as_exact_as_alone(packed[:, start:stop], alone, truth)
 
 
 def test_a_genuine_thd_batch_passes_as_the_same_objects():
