@@ -24,9 +24,9 @@ import pyarrow as pa
 import trl
 
 from hf_neat_packing.dataset import pack_dataset
+from hf_neat_packing.dataset.samplers import RankBalancedPackSampler
+from hf_neat_packing.dataset.streams import pack_stream
 from hf_neat_packing.planning import imbalance, lower_bound
-from hf_neat_packing.samplers import RankBalancedPackSampler
-from hf_neat_packing.streams import pack_stream
 
 # Lognormal lengths (median, sigma) that chat and instruction data have.
 KINDS = {"chat": (350, 1.0), "instructions": (100, 0.6)}

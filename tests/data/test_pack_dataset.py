@@ -384,7 +384,7 @@ def test_a_pickle_of_a_view_over_a_file_holds_the_plan_and_no_tokens(tmp_path):
 
 LATE = """
 import sys
-import hf_neat_packing.dataset, hf_neat_packing.columns, hf_neat_packing.streams
+import hf_neat_packing.dataset, hf_neat_packing.columns, hf_neat_packing.dataset.streams
 from hf_neat_packing.errors import MissingDependencyError
 imported = lambda: [name for name in ("datasets", "pyarrow") if name in sys.modules]
 assert imported() == [], imported()

@@ -12,11 +12,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_neat_packing.dataset import pack_dataset
+from hf_neat_packing.dataset.packed_dataset import RepeatedPack
+from hf_neat_packing.dataset.packed_trainer import PackedTrainerMixin
+from hf_neat_packing.dataset.samplers import RankBalancedPackSampler, TokenBudgetBatchSampler
 from hf_neat_packing.errors import PlanningError
-from hf_neat_packing.packed_dataset import RepeatedPack
-from hf_neat_packing.packed_trainer import PackedTrainerMixin
 from hf_neat_packing.planning import imbalance, pack_costs, plan_packing
-from hf_neat_packing.samplers import RankBalancedPackSampler, TokenBudgetBatchSampler
 
 
 def ranks_of(kind, first, world, **keywords):

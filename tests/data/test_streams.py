@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hf_neat_packing.dataset import pack_dataset
+from hf_neat_packing.dataset.streams import PackedStream, pack_stream
 from hf_neat_packing.errors import ColumnError, PlanningError
 from hf_neat_packing.planning import lower_bound
-from hf_neat_packing.streams import PackedStream, pack_stream
 
 
 def documents(lengths, as_array=False):

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from hf_neat_packing.arrow import nest
 from hf_neat_packing.columns import ColumnRule
-from hf_neat_packing.document_table import DocumentTable
+from hf_neat_packing.dataset.arrow import nest
+from hf_neat_packing.dataset.document_table import DocumentTable
 from hf_neat_packing.planning import PackingPlan
 
 if TYPE_CHECKING:

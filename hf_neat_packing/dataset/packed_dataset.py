@@ -96,7 +96,7 @@ class PackedDataset(TorchDataset[Pack]):
         columns: Mapping[str, ColumnRule | str] | None = None,
         epoch: int = 0,
     ) -> None:
-        from hf_neat_packing.document_table import DocumentTable
+        from hf_neat_packing.dataset.document_table import DocumentTable
 
         self.documents = DocumentTable(dataset, columns)
         self._arguments = arguments
@@ -184,7 +184,7 @@ class PackedDataset(TorchDataset[Pack]):
     @property
     def features(self) -> "datasets.Features":
         """The `datasets.Features` of the nested columns, as `materialize` writes them."""
-        from hf_neat_packing.materialize import nested_features
+        from hf_neat_packing.dataset.materialize import nested_features
 
         return nested_features(self.dataset.features, self.rules)
 
@@ -207,7 +207,7 @@ class PackedDataset(TorchDataset[Pack]):
         Returns:
             A data set with one row per pack.
         """
-        from hf_neat_packing.materialize import materialize
+        from hf_neat_packing.dataset.materialize import materialize
 
         return materialize(self, num_proc=num_proc, keep_in_memory=keep_in_memory)
 
@@ -228,7 +228,7 @@ class PackedDataset(TorchDataset[Pack]):
             path: The file; the report is the same name with the ending `.report.json`.
             num_proc: Threads that gather documents.
         """
-        from hf_neat_packing.materialize import write_parquet
+        from hf_neat_packing.dataset.materialize import write_parquet
 
         write_parquet(self, Path(path), num_proc=num_proc)
         self.report.save(Path(path).with_suffix(".report.json"))

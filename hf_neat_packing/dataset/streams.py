@@ -15,9 +15,13 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_neat_packing.columns import ColumnRule
+from hf_neat_packing.dataset.stream_documents import (
+    DocumentCutter,
+    decode_document,
+    encode_document,
+)
 from hf_neat_packing.errors import PlanningError
 from hf_neat_packing.planning import Accounting, OnEmpty, OnOverlong, PoolPacker, TruncateSide
-from hf_neat_packing.stream_documents import DocumentCutter, decode_document, encode_document
 
 Document = Mapping[str, Any]
 _STATE_VERSION = 1

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
+from hf_neat_packing.dataset.packed_dataset import PackedDataset, RepeatedPack
 from hf_neat_packing.errors import PlanningError
-from hf_neat_packing.packed_dataset import PackedDataset, RepeatedPack
 from hf_neat_packing.planning import (
     OnOverlong,
     PackingPlan,

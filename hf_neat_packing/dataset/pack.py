@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_neat_packing.columns import ColumnRule
+from hf_neat_packing.dataset.packed_dataset import Pack, PackedDataset, PlanArguments
 from hf_neat_packing.errors import ColumnError, MissingDependencyError
-from hf_neat_packing.packed_dataset import Pack, PackedDataset, PlanArguments
 from hf_neat_packing.planning import OnEmpty, OnOverlong, Strategy, TruncateSide
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _pack_streams(
     buffer: int,
 ) -> Any:
     """Pack an iterable data set, or each split of a dict of them, as a stream."""
-    from hf_neat_packing.streams import pack_stream
+    from hf_neat_packing.dataset.streams import pack_stream
 
     if materialize or arguments.strategy != "best_fit":
         raise ColumnError(
@@ -145,6 +145,6 @@ def nest_flat_packs(
         ColumnError: If there are no boundaries, or a column does not hold one value per token.
     """
     _import_datasets()
-    from hf_neat_packing.flat_packs import nest_rows
+    from hf_neat_packing.dataset.flat_packs import nest_rows
 
     return nest_rows(dataset, columns)

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Sampler
 
+from hf_neat_packing.dataset.packed_dataset import PackedDataset
+from hf_neat_packing.dataset.samplers import RankBalancedPackSampler
 from hf_neat_packing.errors import MissingDependencyError
-from hf_neat_packing.packed_dataset import PackedDataset
-from hf_neat_packing.samplers import RankBalancedPackSampler
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Host

@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hf_neat_packing.arrow import ListColumn
 from hf_neat_packing.columns import ColumnRule, check_document_lengths, resolve_column_rules
+from hf_neat_packing.dataset.arrow import ListColumn
 from hf_neat_packing.errors import ColumnError
 
 if TYPE_CHECKING:
