@@ -20,6 +20,7 @@ from hf_neat_packing.planning.policies import IntArray
 FILL_WORK_LIMIT = 2**33
 
 Group = tuple[int, int, int]  # first pack, number of packs, documents in each
+Run = tuple[int, int, int, int]  # a row of `Runs.table`
 
 
 def plan_decreasing(lengths: IntArray, max_length: int, rng: np.random.Generator | None) -> Packs:
@@ -63,59 +64,63 @@ def best_fit_decreasing(classes: LengthClasses, max_length: int) -> Runs:
     """
     groups: dict[int, list[Group]] = {}  # by the room in their packs
     rooms: list[int] = []  # the keys of `groups`, sorted
-    runs: list[tuple[int, int, int, int]] = []
-    place = runs.append
+    runs: list[Run] = []
     num_packs = 0
     shortest = int(classes.lengths[-1])
     for length, count in zip(classes.lengths.tolist(), classes.counts.tolist(), strict=True):
+        changed: list[tuple[int, Group]] = []  # kept aside: too tight for this class, not the next
         at = bisect_left(rooms, length)
-        opened = []
         while count and at < len(rooms):
             room = rooms[at]
             group = groups[room]
-            each = room // length
-            left = room - each * length
-            while group:
-                pack, packs, held = group.pop()
-                if count >= each * packs:
-                    place((pack, packs, each, held))
-                    count -= each * packs
-                    if left >= shortest:
-                        opened.append((left, (pack, packs, held + each)))
-                    if not count:
-                        break
-                    continue
-                full, rest = divmod(count, each)
-                count = 0
-                if full:
-                    place((pack, full, each, held))
-                    if left >= shortest:
-                        opened.append((left, (pack, full, held + each)))
-                if rest:
-                    place((pack + full, 1, rest, held))
-                    if room - rest * length >= shortest:
-                        opened.append((room - rest * length, (pack + full, 1, held + rest)))
-                    full += 1
-                if full < packs:
-                    group.append((pack + full, packs - full, held))
-                break
+            count = _fill_group(group, room, length, count, runs, changed)
             if not group:
                 del groups[room], rooms[at]
         if count:
-            each = max_length // length
-            full, rest = divmod(count, each)
-            for packs, new in ((full, each), (1, rest)):
-                if packs and new:
-                    place((num_packs, packs, new, 0))
-                    if max_length - new * length >= shortest:
-                        opened.append((max_length - new * length, (num_packs, packs, new)))
-                    num_packs += packs
-        for room, state in opened:
-            known = groups.get(room)
-            if known is None:
-                groups[room] = [state]
-                insort(rooms, room)
-            else:
-                known.append(state)
+            new: list[Group] = [(num_packs, -(-count // (max_length // length)), 0)]
+            num_packs += new[0][1]
+            _fill_group(new, max_length, length, count, runs, changed)
+        for room, state in changed:
+            if room >= shortest:
+                known = groups.get(room)
+                if known is None:
+                    groups[room] = [state]
+                    insort(rooms, room)
+                else:
+                    known.append(state)
     table = np.fromiter(chain.from_iterable(runs), dtype=np.int64, count=4 * len(runs))
     return Runs(table.reshape(-1, 4), num_packs)
+
+
+def _fill_group(
+    group: list[Group],
+    room: int,
+    length: int,
+    count: int,
+    runs: list[Run],
+    changed: list[tuple[int, Group]],
+) -> int:
+    """Place up to `count` documents into packs with `room`; return how many are left."""
+    each = room // length
+    left = room - each * length
+    while group:
+        pack, packs, held = group.pop()
+        if count >= each * packs:
+            runs.append((pack, packs, each, held))
+            changed.append((left, (pack, packs, held + each)))
+            count -= each * packs
+            if count:
+                continue
+            return 0
+        full, rest = divmod(count, each)
+        if full:
+            runs.append((pack, full, each, held))
+            changed.append((left, (pack, full, held + each)))
+        if rest:
+            runs.append((pack + full, 1, rest, held))
+            changed.append((room - rest * length, (pack + full, 1, held + rest)))
+            full += 1
+        if full < packs:
+            group.append((pack + full, packs - full, held))
+        return 0
+    return count

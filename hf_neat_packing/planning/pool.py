@@ -22,7 +22,7 @@ from hf_neat_packing.planning.policies import IntArray
 # At the end of a stream the last packs' worth of documents are planned at once.
 LAST_PACKS = 16
 # Lengths tried as the shorter of a pair that closes a pack exactly.
-PAIR_TRIES = 64
+PAIR_TRIES = 16
 STATE_VERSION = 1
 
 
@@ -156,7 +156,8 @@ class PoolPacker:
         """Return two lengths held that sum to `room`, near one another, if a short search finds any."""
         lengths, by_length = self._lengths, self._by_length
         half = bisect_right(lengths, room >> 1)
-        for short in lengths[max(0, half - PAIR_TRIES) : half][::-1]:
+        for at in range(half - 1, max(-1, half - 1 - PAIR_TRIES), -1):
+            short = lengths[at]
             if room - short in by_length and (2 * short != room or len(by_length[short]) > 1):
                 return room - short, short
         return ()
