@@ -194,6 +194,11 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 
 def _split(lengths: IntArray, documents: npt.NDArray[np.int32], max_length: int) -> Pieces:
     counts = -(-lengths // max_length)
+    if int(counts.sum(dtype=np.int64)) > MAX_DOCUMENTS:
+        raise PlanningError(
+            f"splitting into pieces of {max_length} tokens gives {int(counts.sum())} pieces; at "
+            f"most {MAX_DOCUMENTS} fit in a plan. Raise max_length, or plan in shards."
+        )
     source = np.repeat(np.arange(len(lengths)), counts)
     first = np.cumsum(counts, dtype=np.int64) - counts
     starts = (np.arange(len(source), dtype=np.int64) - first[source]) * max_length

@@ -135,3 +135,8 @@ def test_short_documents_are_dropped_but_never_a_piece_of_a_split_one():
     plan = plan_packing([1, 6, 2, 3], 5, on_overlong="split", min_length=3)
     assert plan.report.dropped_short == 2
     assert sorted(plan.lengths.tolist()) == [1, 3, 5]
+
+
+def test_a_split_into_more_pieces_than_a_plan_can_index_is_refused_before_it_is_made():
+    with pytest.raises(PlanningError, match="4294967296 pieces"):
+        plan_packing([2**32], 1, on_overlong="split")
