@@ -190,7 +190,7 @@ def values_parity(
     """
     errors = [
         largest_difference(span.of(values), exact)
-        for span, exact in zip(packed.spans, truth.exact.values, strict=True)
+        for span, exact in zip(packed.spans, truth.values, strict=True)
     ]
     bound = truth.values_bound
     worst = max(errors)
@@ -205,18 +205,18 @@ def values_parity(
 def own_loss_parity(model: nn.Module, packed: PackedInputs, truth: Truth) -> Check:
     """The model's own loss equals the mean over the documents alone, weighted by their labels."""
     name = "loss"
-    if truth.exact.own_loss is None or truth.alone.own_loss is None:
+    if truth.own_loss is None:
         return Check(name, None, "no loss of its own that documents alone have too")
     with torch.no_grad():
         output = forward(model, {**packed.batch, "labels": packed.labels})
     if output.loss is None:
         return Check(name, None, "the packed batch gives no loss")
-    error = abs(float(output.loss) - truth.exact.own_loss)
-    bound = truth.loss_bound / max(truth.num_labels, 1)
+    error = abs(float(output.loss) - truth.own_loss)
+    bound = truth.loss_bound
     return Check(
         name,
         error <= bound,
-        f"{float(output.loss):.6f}, alone {truth.exact.own_loss:.6f}",
+        f"{float(output.loss):.6f}, alone {truth.own_loss:.6f}",
         error,
         bound,
     )
@@ -269,10 +269,10 @@ def gradient_parity(
     inner = unwrap(model)
     worst, worst_name, error_there, bound_there, count = 0.0, None, 0.0, 0.0, 0
     for name, parameter in inner.named_parameters():
-        if name not in truth.exact.gradients:
+        if name not in truth.gradients:
             continue
         count += 1
-        exact = truth.exact.gradients[name]
+        exact = truth.gradients[name]
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         error, bound = float((gradient.double() - exact).norm()), truth.gradient_bound(name)
         ratio = 0.0 if error == 0 else error / bound if bound else float("inf")

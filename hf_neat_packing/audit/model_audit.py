@@ -95,7 +95,7 @@ def _audit(model: nn.Module, packed: PackedInputs, truths: Truths) -> AuditRepor
     parity, off = checks.values_parity(packed, values, truth)
     done = [checks.repetition(repeatable), checks.finite(packed, values)]
     done += [isolation, connection, parity, checks.own_loss_parity(model, packed, truth)]
-    if truth.exact.gradients:
+    if truth.gradients:
         done.append(checks.gradient_parity(packed, output, model, truth)[0])
     done.append(checks.label_count(packed, truth))
     finding = None

@@ -8,8 +8,8 @@ Legend: `N` documents, `L` tokens of one document, `V` vocabulary.
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -18,29 +18,10 @@ from torch import Tensor, nn
 from ..packed_batch import IGNORE_INDEX
 from ..wrappers import unwrap
 from .batches import PackedInputs
-from .running import Output, cross_entropy_sum, forward
+from .running import cross_entropy_sum, forward
 
 SLACK: Final = 4.0
 """How many times the error of the document alone an error may be: other kernels round otherwise."""
-
-
-@dataclass
-class Totals:
-    """Documents alone, in one dtype.
-
-    Attributes:
-        values: logits of each document, `[L, V]`.
-        loss: summed loss of all documents.
-        own_loss: the model's own loss, weighted by the labels of each document; None without one.
-        gradients: summed over the documents, by parameter.
-        norms: sum over the documents of each gradient's norm: what rounding is relative to.
-    """
-
-    values: list[Tensor] = field(default_factory=list)
-    loss: float = 0.0
-    own_loss: float | None = 0.0
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    norms: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,16 +29,30 @@ class Truth:
     """What every document gets alone, with bounds.
 
     Attributes:
-        exact: in the oracle's dtype.
-        alone: in the audited dtype.
+        values: outputs of each document alone in the oracle's dtype, `[L, V]`.
+        values_error: largest distance of the audited dtype from them.
+        loss: summed loss of all documents.
+        loss_error: summed distances of the audited dtype from each document's part.
+        own_loss: the model's own loss over all documents; None without one.
+        gradients: summed over the documents, by parameter; empty where they were not asked for.
+        gradient_errors: by parameter, summed norms of each document's distance.
+        gradient_norms: by parameter, summed norms of each document's gradient.
+        epsilon: of the audited dtype.
         dtype: of the oracle.
         shifted: whether the model's loss compares each token with the next one's label.
         num_labels: labels that the loss of all documents alone counts.
         note: what the oracle could not do, or an empty string.
     """
 
-    exact: Totals
-    alone: Totals
+    values: tuple[Tensor, ...]
+    values_error: float
+    loss: float
+    loss_error: float
+    own_loss: float | None
+    gradients: Mapping[str, Tensor]
+    gradient_errors: Mapping[str, float]
+    gradient_norms: Mapping[str, float]
+    epsilon: float
     dtype: torch.dtype
     shifted: bool
     num_labels: int
@@ -65,28 +60,23 @@ class Truth:
 
     @property
     def values_bound(self) -> float:
-        """Largest error of a logit that rounding explains."""
-        pairs = zip(self.alone.values, self.exact.values, strict=True)
-        error = max(largest_difference(a, e) for a, e in pairs)
-        scale = max(float(e.abs().max()) for e in self.exact.values)
-        return SLACK * (error + self._epsilon * scale)
+        """Largest error of an output that rounding explains."""
+        scale = max(float(value.abs().max()) for value in self.values)
+        return SLACK * (self.values_error + self.epsilon * scale)
 
     @property
     def loss_bound(self) -> float:
-        """Largest error of the summed loss that rounding explains."""
+        """Largest error of the mean loss that rounding explains."""
         count = max(self.num_labels, 1)
-        error = abs(self.alone.loss - self.exact.loss)
-        # Errors of single tokens cancel in a sum by luck; those of the logits do not.
-        return SLACK * (error + self._epsilon * abs(self.exact.loss)) + count * self.values_bound
+        # A token's loss moves at most twice as far as its logits.
+        return (
+            SLACK * (self.loss_error + self.epsilon * abs(self.loss)) / count
+            + 2 * self.values_bound
+        )
 
     def gradient_bound(self, name: str) -> float:
         """Largest norm of a parameter gradient's error that rounding explains."""
-        error = float((self.alone.gradients[name].double() - self.exact.gradients[name]).norm())
-        return SLACK * (error + self._epsilon * self.exact.norms[name])
-
-    @property
-    def _epsilon(self) -> float:
-        return torch.finfo(self.alone.values[0].dtype).eps
+        return SLACK * (self.gradient_errors[name] + self.epsilon * self.gradient_norms[name])
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
@@ -116,25 +106,128 @@ class Truths:
         return self._known[mode]
 
 
-def _truth(copied: nn.Module, packed: PackedInputs, *, gradients: bool) -> Truth:
-    shifted = loss_is_shifted(copied, packed)
-    count = num_labels(packed, shifted=shifted)
-    alone = _totals(copied, packed, shifted=shifted, gradients=gradients)
+def _truth(audited: nn.Module, packed: PackedInputs, *, gradients: bool) -> Truth:
+    shifted = loss_is_shifted(audited, packed)
+    dtype = next(p.dtype for p in audited.parameters() if p.is_floating_point())
     try:
-        exact = _totals(
-            _widened(copied, torch.float64), packed, shifted=shifted, gradients=gradients
-        )
-        return Truth(exact, alone, torch.float64, shifted, count, "")
+        exact = _widened(copy.deepcopy(audited), torch.float64)
+        return _compare(audited, exact, packed, dtype, shifted=shifted, gradients=gradients)
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-    copied = _widened(copied, torch.float32)
-    exact = _totals(copied, packed, shifted=shifted, gradients=gradients)
-    if alone.values[0].dtype == torch.float32:
+    exact = _widened(copy.deepcopy(audited), torch.float32)
+    if dtype == torch.float32:
         # Nothing wider runs: rounding is measured by moving every weight by its last bit.
-        _move_by_last_bit(copied)
-        alone = _totals(copied, packed, shifted=shifted, gradients=gradients)
-    note = f"the oracle is float32: float64 does not run ({reason})"
-    return Truth(exact, alone, torch.float32, shifted, count, note)
+        _move_by_last_bit(audited)
+    truth = _compare(audited, exact, packed, dtype, shifted=shifted, gradients=gradients)
+    return replace(truth, note=f"the oracle is float32: float64 does not run ({reason})")
+
+
+def _compare(
+    audited: nn.Module,
+    exact: nn.Module,
+    packed: PackedInputs,
+    dtype: torch.dtype,
+    *,
+    shifted: bool,
+    gradients: bool,
+) -> Truth:
+    """Run every document alone in both models, and sum up the truth and the distances from it."""
+    sums = _Sums()
+    for document in range(len(packed.spans)):
+        pair = [
+            _run_alone(model, packed, document, shifted=shifted, gradients=gradients)
+            for model in (audited, exact)
+        ]
+        sums.add(*pair)
+    own = sums.own_loss / sums.counted if sums.has_own_loss and sums.counted else None
+    return Truth(
+        values=tuple(sums.values),
+        values_error=sums.values_error,
+        loss=sums.loss,
+        loss_error=sums.loss_error,
+        own_loss=own,
+        gradients=sums.gradients,
+        gradient_errors=sums.errors,
+        gradient_norms=sums.norms,
+        epsilon=torch.finfo(dtype).eps,
+        dtype=next(p.dtype for p in exact.parameters() if p.is_floating_point()),
+        shifted=shifted,
+        num_labels=num_labels(packed, shifted=shifted),
+        note="",
+    )
+
+
+@dataclass
+class _Alone:
+    """One document run alone: values `[L, V]`, summed loss, own loss with its labels, gradients."""
+
+    values: Tensor
+    loss: float
+    own_loss: float | None
+    counted: int
+    gradients: dict[str, Tensor]
+
+
+class _Sums:
+    """What the documents add up to."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+        self.values_error = self.loss = self.loss_error = self.own_loss = 0.0
+        self.counted, self.has_own_loss = 0, True
+        self.gradients: dict[str, Tensor] = {}
+        self.errors: dict[str, float] = {}
+        self.norms: dict[str, float] = {}
+
+    def add(self, audited: _Alone, exact: _Alone) -> None:
+        self.values.append(exact.values)
+        error = largest_difference(audited.values, exact.values)
+        self.values_error = max(self.values_error, error)
+        self.loss += exact.loss
+        self.loss_error += abs(audited.loss - exact.loss)
+        if exact.own_loss is None:
+            self.has_own_loss = False
+        elif exact.counted:
+            # One mean over all documents weights each document's mean by its labels.
+            self.own_loss += exact.counted * exact.own_loss
+            self.counted += exact.counted
+        for name, gradient in exact.gradients.items():
+            distance = float((audited.gradients[name].double() - gradient.double()).norm())
+            self.errors[name] = self.errors.get(name, 0.0) + distance
+            self.norms[name] = self.norms.get(name, 0.0) + float(gradient.double().norm())
+            known = self.gradients.get(name)
+            self.gradients[name] = gradient if known is None else known + gradient
+
+
+def _run_alone(
+    model: nn.Module, packed: PackedInputs, document: int, *, shifted: bool, gradients: bool
+) -> _Alone:
+    labels = packed.spans[document].of(packed.labels)
+    inputs = packed.alone(document)
+    with torch.set_grad_enabled(gradients):
+        try:
+            output = forward(model, {**inputs, "labels": labels[None]})
+        except Exception:
+            # A model without a loss, or one that cannot take a document without labels that count.
+            output = forward(model, inputs)
+        loss = cross_entropy_sum(output.values[0], labels, shifted=shifted)
+    if loss.requires_grad:
+        loss.backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        if gradients and parameter.requires_grad:
+            gradient = parameter.grad
+            found[name] = torch.zeros_like(parameter) if gradient is None else gradient
+        parameter.grad = None
+    own = output.loss
+    usable = own is not None and not output.has_auxiliary and own.ndim == 0
+    return _Alone(
+        values=output.values[0].detach(),
+        loss=loss.item(),
+        own_loss=own.item() if own is not None and usable else None,
+        counted=int((labels[1 if shifted else 0 :] != IGNORE_INDEX).sum()),
+        gradients=found,
+    )
 
 
 def _move_by_last_bit(model: nn.Module) -> None:
@@ -175,51 +268,6 @@ def loss_is_shifted(model: nn.Module, packed: PackedInputs) -> bool:
         for shift in (True, False)
     }
     return abs(float(output.loss) - sums[True]) <= abs(float(output.loss) - sums[False])
-
-
-def _totals(model: nn.Module, packed: PackedInputs, *, shifted: bool, gradients: bool) -> Totals:
-    totals = Totals()
-    own_loss, counted = 0.0, 0
-    parameters = dict(model.named_parameters()) if gradients else {}
-    for document, span in enumerate(packed.spans):
-        model.zero_grad(set_to_none=True)
-        labels = span.of(packed.labels)
-        with torch.set_grad_enabled(gradients):
-            output = _run_alone(model, packed.alone(document), labels)
-            loss = cross_entropy_sum(output.values[0], labels, shifted=shifted)
-        totals.values.append(output.values[0].detach())
-        totals.loss += loss.item()
-        count = int((labels[1 if shifted else 0 :] != IGNORE_INDEX).sum())
-        if output.loss is None or output.has_auxiliary or output.loss.ndim:
-            totals.own_loss = None
-        elif count:
-            # One mean over all documents weights each document's mean by its labels.
-            own_loss, counted = own_loss + count * output.loss.item(), counted + count
-        if loss.requires_grad:
-            loss.backward()
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                _add(totals, name, parameter)
-    model.zero_grad(set_to_none=True)
-    if totals.own_loss is not None:
-        totals.own_loss = own_loss / counted if counted else None
-    return totals
-
-
-def _run_alone(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Output:
-    try:
-        return forward(model, {**inputs, "labels": labels[None]})
-    except Exception:
-        # A model without a loss, or one that cannot take a document without labels that count.
-        return forward(model, inputs)
-
-
-def _add(totals: Totals, name: str, parameter: Tensor) -> None:
-    gradient = parameter.grad
-    gradient = torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
-    totals.norms[name] = totals.norms.get(name, 0.0) + float(gradient.double().norm())
-    known = totals.gradients.get(name)
-    totals.gradients[name] = gradient if known is None else known + gradient
 
 
 def _eager_copy(model: nn.Module) -> nn.Module:

@@ -1,0 +1,295 @@
+"""Audit every model type that transformers can build, under every attention key and layout.
+
+One line of JSON for each type, written as soon as it is known: a run that was stopped goes on where
+it was. `python -m hf_neat_packing.audit.zoo_run` and `hf-neat-packing audit --zoo` are the same.
+"""
+
+import gc
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from tqdm import tqdm
+
+from .._compat import environment
+from ..collator import DataCollatorForNeatPacking
+from ..errors import NeatPackingError, UnsupportedModelError
+from .batches import PackedInputs, random_documents, read_batch
+from .model_audit import audit_packed
+from .oracle import Truths
+from .result import AuditReport
+from .zoo import model_class_name, model_types, tiny_model
+
+ATTENTIONS: Final = ("neat_varlen", "sdpa", "eager")
+RESULTS: Final = Path("model_cards/results/zoo.jsonl")
+
+_ROW = 24
+_RECYCLE = 24
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the audit's documents are laid into rows.
+
+    Attributes:
+        name: as cards call it.
+        options: of the collator.
+        rows: documents of each row; None leaves it to the collator.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    rows: tuple[int, ...] | None
+
+
+LAYOUTS: Final = (
+    Layout("one row", {}, None),
+    Layout("padded rows", {"row_length": _ROW, "rows": "packs"}, (3, 2)),
+)
+
+
+def run_zoo(
+    path: Path = RESULTS,
+    *,
+    types: Sequence[str] = (),
+    attentions: Sequence[str] = ATTENTIONS,
+    jobs: int | None = None,
+    fresh: bool = False,
+) -> list[dict[str, Any]]:
+    """Audit many types in parallel and return their results, in the order of the types.
+
+    Args:
+        path: JSON lines; types that are there with the same versions are not run again.
+        types: default: all.
+        attentions: keys to try.
+        jobs: processes; default: one for each CPU.
+        fresh: forget what is in the file.
+
+    Returns:
+        One result for each type, as `audit_type` makes it.
+    """
+    wanted = tuple(types) or model_types()
+    known = {} if fresh else {line["model_type"]: line for line in read_results(path)}
+    versions = _versions()
+    known = {
+        name: line
+        for name, line in known.items()
+        if line["versions"] == versions
+        and set(attentions) <= {r["attention"] for r in line["runs"]}
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pending = [name for name in wanted if name not in known]
+    if not pending:
+        return [known[name] for name in wanted]
+    with tqdm(total=len(wanted), initial=len(wanted) - len(pending), unit="type") as bar:
+        for result in _in_processes(pending, tuple(attentions), jobs or os.cpu_count() or 1):
+            known[result["model_type"]] = result
+            # Rewritten whole, through a second file: a stop in between loses nothing.
+            _write(path, known)
+            bar.set_postfix_str(result["model_type"])
+            bar.update()
+    return [known[name] for name in wanted]
+
+
+def read_results(path: Path = RESULTS) -> list[dict[str, Any]]:
+    """Read the lines of a zoo run; none where there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def audit_type(model_type: str, attentions: Sequence[str] = ATTENTIONS) -> dict[str, Any]:
+    """Audit one type under each key and layout, hooks included.
+
+    Args:
+        model_type: one of `model_types()`.
+        attentions: keys to try.
+
+    Returns:
+        `model_type`, `model` (class), `versions`, and `runs`: for each key and layout `attention`,
+        `layout`, `verdict` (`exact`, `wrong`, `inconclusive`, `refused`, `raises` or `cannot build`), `reason`,
+        `hooks`, `unpacked`, `notes`, `mode`, `oracle`, `checks` and `finding`.
+    """
+    line: dict[str, Any] = {
+        "model_type": model_type,
+        "model": model_class_name(model_type),
+        "versions": _versions(),
+        "runs": [],
+    }
+    try:
+        model = tiny_model(model_type)
+    except UnsupportedModelError as error:
+        line["runs"] = [
+            _run(key, layout.name, "cannot build", _words(error))
+            for key in attentions
+            for layout in LAYOUTS
+        ]
+        return line
+    line["model"] = type(model).__name__
+    reference = _Reference(model)
+    for key in attentions:
+        line["runs"] += _runs_of_key(model_type, key, reference)
+    return line
+
+
+class _Reference:
+    """The documents of a type and their truth, shared by all keys and layouts."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.documents = random_documents(model)
+        self._truths: Truths | None = None
+
+    def truths(self, packed: PackedInputs) -> Truths:
+        """Return the truth of the documents, which every layout of them has in common."""
+        if self._truths is None:
+            self._truths = Truths(self.model, packed)
+        return self._truths
+
+
+def _runs_of_key(model_type: str, key: str, reference: _Reference) -> list[dict[str, Any]]:
+    try:
+        model = tiny_model(model_type, attn_implementation=key)
+    except UnsupportedModelError as error:
+        return [_run(key, layout.name, "refused", _words(error)) for layout in LAYOUTS]
+    hooks: dict[str, Any] = {}
+    runs = []
+    for layout in LAYOUTS:
+        try:
+            hooks = hooks or _isolate(model)
+            runs.append({**_audit(model, reference, key, layout), **hooks})
+        except NeatPackingError as error:
+            runs.append({**_run(key, layout.name, "refused", _words(error)), **hooks})
+        except Exception as error:
+            runs.append({**_run(key, layout.name, "raises", _words(error)), **hooks})
+    return runs
+
+
+def _isolate(model: torch.nn.Module) -> dict[str, Any]:
+    from ..isolation import isolate
+
+    report = isolate(model)
+    return {
+        "hooks": [
+            {
+                "repair": applied.repair,
+                "class": applied.module_class,
+                "modules": len(applied.modules),
+                "cost": applied.cost,
+            }
+            for applied in report.applied
+        ],
+        "unpacked": report.unpacked,
+        "isolation_notes": list(report.notes),
+    }
+
+
+def _audit(
+    model: torch.nn.Module, reference: _Reference, key: str, layout: Layout
+) -> dict[str, Any]:
+    collator = DataCollatorForNeatPacking(model, **layout.options)
+    documents: list[Any] = reference.documents
+    if layout.rows is not None:
+        first = layout.rows[0]
+        documents = [documents[:first], documents[first:]]
+    packed = read_batch(collator(documents), model)
+    report = audit_packed(model, packed, reference.truths(packed))
+    return _from_report(report, key, layout.name)
+
+
+def _from_report(report: AuditReport, key: str, layout: str) -> dict[str, Any]:
+    reason = report.finding.words if report.finding else "; ".join(c.detail for c in report.failed)
+    run = _run(key, layout, report.verdict, "" if report.verdict == "exact" else reason)
+    checks = [
+        {
+            "name": check.name,
+            "passed": check.passed,
+            "error": _short(check.measured),
+            "bound": _short(check.bound),
+        }
+        for check in report.checks
+    ]
+    finding = None
+    if report.finding is not None:
+        finding = {"module": report.finding.module, "class": report.finding.class_name}
+        finding |= {"layer_type": report.finding.layer_type, "cause": report.finding.cause}
+    return run | {
+        "mode": report.mode,
+        "oracle": report.oracle,
+        "notes": list(report.notes),
+        "checks": checks,
+        "finding": finding,
+    }
+
+
+def _run(key: str, layout: str, verdict: str, reason: str) -> dict[str, Any]:
+    return {"attention": key, "layout": layout, "verdict": verdict, "reason": reason}
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.2e}")
+
+
+def _words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, NeatPackingError) else f"{type(error).__name__}: {text[:300]}"
+
+
+def _versions() -> dict[str, str]:
+    return {
+        name: value for name, value in environment().items() if name in ("torch", "transformers")
+    }
+
+
+def _in_processes(
+    types: Sequence[str], attentions: tuple[str, ...], jobs: int
+) -> Iterator[dict[str, Any]]:
+    """Run types in processes of their own, renewed now and then: hundreds of models fill a process."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        min(jobs, len(types)), context, initializer=_quiet, max_tasks_per_child=_RECYCLE
+    ) as pool:
+        futures = [pool.submit(_guarded, name, attentions) for name in types]
+        for future in as_completed(futures):
+            yield future.result()
+
+
+def _guarded(model_type: str, attentions: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        return audit_type(model_type, attentions)
+    finally:
+        gc.collect()
+
+
+def _quiet() -> None:
+    import warnings
+
+    import transformers
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+
+
+def _write(path: Path, lines: Mapping[str, Mapping[str, Any]]) -> None:
+    order = {name: index for index, name in enumerate(model_types())}
+    ordered = sorted(lines.values(), key=lambda line: order.get(line["model_type"], len(order)))
+    temporary = path.with_suffix(".part")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in ordered))
+    temporary.replace(path)
+
+
+def worst_verdict(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the least good verdict of some runs."""
+    order = ("wrong", "inconclusive", "raises", "refused", "cannot build", "exact")
+    return min((str(run["verdict"]) for run in runs), key=order.index)
+
+
+if __name__ == "__main__":
+    run_zoo()
