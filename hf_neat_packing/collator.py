@@ -20,13 +20,12 @@ from .contract import (
     PackingCapabilities,
     as_packing_capabilities,
     resolve_packing_contract,
-    varlen_kwargs_from_document_map,
+    varlen_kwargs,
 )
-from .documents import seq_idx_from_document_map
 from .errors import ContractError, UnsupportedModelError
 from .masks import masks_for
 from .metadata import build_packed_sequence_metadata
-from .packed_batch import IGNORE_INDEX, PackedBatch, is_pack, pack_rows, split_packs
+from .packed_batch import IGNORE_INDEX, PackedBatch, pack_rows, split_packs
 from .planning import plan_packing
 from .wrappers import forward_parameters, takes_any_keyword, unwrap
 
@@ -181,9 +180,8 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         return batch
 
     def _rows_of(self, features: Sequence[Any]) -> list[list[Any]]:
-        rows = split_packs(features)
+        rows, packs = split_packs(features)
         documents = [document for row in rows for document in row]
-        packs = any(is_pack(feature) for feature in features)
         reads_offsets = self.capabilities.packed_mask_type == "flash_varlen"
         if self.rows == "packs" or (self.rows is None and packs and not reads_offsets):
             return rows
@@ -203,13 +201,13 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         document_map = packed.document_map
         keys: dict[str, Any] = {DOCUMENT_MAP_KEY: document_map}
         if self.capabilities.packed_mask_type == "flash_varlen":
-            keys |= varlen_kwargs_from_document_map(document_map)
+            keys |= varlen_kwargs(packed.cu_seqlens, packed.max_seqlen)
         elif self.capabilities.packed_mask_type == "document_ids":
             keys["attention_mask"] = document_map
         else:
             keys["attention_mask"] = masks_for(document_map, self.capabilities)
         if self.return_seq_idx:
-            keys["seq_idx"] = seq_idx_from_document_map(document_map)
+            keys["seq_idx"] = packed.seq_idx
         if self.capabilities.requires_packed_sequence_metadata:
             keys |= build_packed_sequence_metadata(document_map)
         return keys

@@ -293,7 +293,7 @@ def resolve_packing_contract(
 def varlen_kwargs_from_document_map(document_map: Tensor) -> dict[str, Any]:
     """Write the boundaries of a batch as the four varlen kwargs of transformers.
 
-    This is the one place where document maps become those keys. Costs one device synchronisation.
+    Costs one device synchronisation.
 
     Args:
         document_map: `[B, S]`.
@@ -301,5 +301,9 @@ def varlen_kwargs_from_document_map(document_map: Tensor) -> dict[str, Any]:
     Returns:
         int32 offsets `[segments+1]` of the full stream, and the longest segment as a Python int.
     """
-    offsets, longest = full_stream_cu_seqlens(document_map)
-    return dict(zip(VARLEN_KEYS, (offsets, offsets, longest, longest), strict=True))
+    return varlen_kwargs(*full_stream_cu_seqlens(document_map))
+
+
+def varlen_kwargs(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+    """Write full-stream offsets as the four varlen kwargs: the one place where they get those names."""
+    return dict(zip(VARLEN_KEYS, (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), strict=True))

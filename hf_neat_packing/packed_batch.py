@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .columns import ColumnRule, describe_documents
+from .documents import int32_offsets
 from .errors import ColumnError
 
 Document = Mapping[str, Any]
@@ -41,6 +42,10 @@ class PackedBatch:
         media: media columns, joined on dimension 0 in document order.
         document_map: int64 `[B, S]`, 1-based in each row, 0 in the tail.
         position_ids: int64 `[B, S]`, restarting in each document and in the tail.
+        cu_seqlens: int32 `[segments + 1]`, offsets of the full stream: every document, and the
+            tail of every row as one segment.
+        max_seqlen: tokens of the longest segment.
+        seq_idx: int32 `[B, S]`, number of each token's segment in its row, from 0.
         lengths: for each row, the tokens of its documents.
         num_empty: documents without a token, which were left out.
     """
@@ -50,48 +55,61 @@ class PackedBatch:
     media: dict[str, Any]
     document_map: Tensor
     position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    seq_idx: Tensor
     lengths: tuple[tuple[int, ...], ...]
     num_empty: int
 
 
-def split_packs(features: Sequence[Document]) -> list[list[Document]]:
+def split_packs(features: Sequence[Any]) -> tuple[list[list[Document]], bool]:
     """Read features as rows of documents.
 
     Args:
         features: documents, packs (nested columns: one inner list per document) or lists of
-            documents; all of one kind.
+            documents.
 
     Returns:
-        The documents of each feature.
+        The documents of each feature, and whether any feature is a pack or a list.
 
     Raises:
         ColumnError: features without `input_ids`, or packs whose columns disagree on the number of documents.
     """
-    return [_documents_of(feature, index) for index, feature in enumerate(features)]
+    rows, packs = [], False
+    for index, feature in enumerate(features):
+        pack = _is_pack(feature)
+        packs = packs or pack
+        rows.append(_documents_of(feature, index) if pack else [_document(feature, index)])
+    return rows, packs
 
 
-def is_pack(feature: Any) -> bool:
+def _is_pack(feature: Any) -> bool:
     """Whether a feature holds several documents in nested columns, or is a list of documents."""
     if isinstance(feature, (list, tuple)):
         return True
-    ids = feature.get("input_ids") if isinstance(feature, Mapping) else None
+    ids = feature.get("input_ids") if isinstance(feature, (dict, Mapping)) else None
     if ids is None or len(ids) == 0:
         return False
-    first = ids[0]
-    return isinstance(first, (list, tuple)) or getattr(first, "ndim", 0) >= 1
+    if isinstance(ids, (np.ndarray, Tensor)) and ids.dtype != object:
+        return ids.ndim > 1
+    return isinstance(ids[0], (list, tuple)) or getattr(ids[0], "ndim", 0) >= 1
 
 
-def _documents_of(feature: Any, index: int) -> list[Document]:
-    if isinstance(feature, (list, tuple)):
-        return [document for part in feature for document in _documents_of(part, index)]
-    if not isinstance(feature, Mapping) or "input_ids" not in feature:
+def _document(feature: Any, index: int) -> Document:
+    if not isinstance(feature, (dict, Mapping)) or "input_ids" not in feature:
         found = sorted(feature) if isinstance(feature, Mapping) else type(feature).__name__
         raise ColumnError(
             f"Feature {index} has no `input_ids` (found: {found}). A document is a mapping with one id per token; "
             "tokenize the data first, and check that the Trainer did not remove the column."
         )
-    if not is_pack(feature):
-        return [feature]
+    return feature
+
+
+def _documents_of(feature: Any, index: int) -> list[Document]:
+    if isinstance(feature, (list, tuple)):
+        return [document for part in feature for document in _documents_of(part, index)]
+    if not _is_pack(feature):
+        return [_document(feature, index)]
     count = len(feature["input_ids"])
     for name, values in feature.items():
         if not hasattr(values, "__len__") or isinstance(values, str) or len(values) != count:
@@ -164,6 +182,9 @@ def pack_rows(
         media=_media(documents, rules),
         document_map=slots.lay(slots.row_documents, 0),
         position_ids=slots.lay_positions(positions, position_ids_start),
+        cu_seqlens=slots.cu_seqlens,
+        max_seqlen=slots.max_seqlen,
+        seq_idx=slots.seq_idx(),
         lengths=lengths,
         num_empty=num_empty,
     )
@@ -184,6 +205,15 @@ class _Slots:
         self.row_documents = np.repeat(numbers, flat)
         self.filled = [sum(row) for row in lengths]
         self.dense = all(filled == width for filled in self.filled)
+        segments = flat
+        if not self.dense:
+            tails = [width - filled for filled in self.filled]
+            with_tails = [
+                [*row, tail] if tail else row for row, tail in zip(lengths, tails, strict=True)
+            ]
+            segments = np.fromiter(chain.from_iterable(with_tails), dtype=np.int64)
+        self.cu_seqlens = int32_offsets(torch.from_numpy(segments))
+        self.max_seqlen = int(segments.max())
 
     def lay(self, values: NDArray[Any], pad_value: int | float | bool) -> Tensor:
         """Lay flat values `[T]` into rows."""
@@ -195,6 +225,14 @@ class _Slots:
             row[:filled] = values[done : done + filled]
             done += filled
         return torch.from_numpy(rows)
+
+    def seq_idx(self) -> Tensor:
+        """Number the segments of each row; the tail follows its last document."""
+        index = self.lay((self.row_documents - 1).astype(np.int32), 0)
+        if not self.dense:
+            for row, filled in zip(index, self.filled, strict=True):
+                row[filled:] = row[filled - 1] + 1
+        return index
 
     def lay_positions(self, positions: NDArray[np.int64], start: int) -> Tensor:
         """Lay positions into rows; the tail is numbered like one more document."""

@@ -14,7 +14,7 @@ from transformers import DataCollatorWithFlattening, LlamaForSequenceClassificat
 
 from hf_neat_packing import DataCollatorForNeatPacking
 from hf_neat_packing.contract import PackingCapabilities
-from hf_neat_packing.documents import get_seqlens_in_batch
+from hf_neat_packing.documents import get_seqlens_in_batch, seq_idx_from_document_map
 from hf_neat_packing.errors import ColumnError, ContractError
 
 VARLEN_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
@@ -323,3 +323,11 @@ def test_a_sequence_classifier_keeps_one_label_a_document():
     model = LlamaForSequenceClassification(config)
     collator = DataCollatorForNeatPacking(model)
     assert collator([{"input_ids": [5, 6], "labels": 1}])["labels"].tolist() == [1]
+
+
+def test_seq_idx_numbers_the_segments_of_each_row():
+    collator = DataCollatorForNeatPacking(row_length=8, return_seq_idx=True)
+    batch = collator([nested(3, 5), nested(2, 2, 1)])
+    assert batch["seq_idx"].dtype == torch.int32
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 2, 3, 3, 3]]
+    assert torch.equal(batch["seq_idx"], seq_idx_from_document_map(batch["_packed_seq_ids"]))
