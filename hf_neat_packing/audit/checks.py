@@ -14,7 +14,7 @@ from ..wrappers import unwrap
 from .batches import PackedInputs
 from .oracle import Truth, largest_difference
 from .reach import boundaries_seen
-from .result import Check
+from .result import RUNS, Check
 from .running import Output, cross_entropy_sum, forward
 
 MOST_DOCUMENTS = 8
@@ -44,6 +44,11 @@ def moved_by(model: nn.Module, packed: PackedInputs, values: Tensor, document: i
     if torch.equal(changed[where], values[where]):
         return 0.0
     return largest_difference(changed[where], values[where])
+
+
+def does_not_run(error: Exception) -> Check:
+    """The packed batch makes the model raise."""
+    return Check(RUNS, False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def repetition(repeatable: bool) -> Check:

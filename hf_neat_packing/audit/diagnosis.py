@@ -79,7 +79,8 @@ def _from_alone(model: nn.Module, packed: PackedInputs, off: tuple[int, ...]) ->
         return bool(((alone[0] - span.of(row)).abs() > tolerance * alone[0].abs()).any())
 
     calls = _record(model, packed.batch, digest=norms)
-    found = first_difference(calls, _record(model, packed.alone(document), digest=norms), differs)
+    alone = _record(model, packed.alone(document), digest=norms, cached=False)
+    found = first_difference(calls, alone, differs)
     cause = _parity_cause(model, packed, off)
     return _finding(model, found, lambda place, call: cause)
 
@@ -144,11 +145,15 @@ def _positions_are_ignored(model: nn.Module, packed: PackedInputs) -> bool:
 
 
 def _record(
-    model: nn.Module, inputs: Mapping[str, Any], *, digest: Callable[[Tensor], Tensor] = bits
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    digest: Callable[[Tensor], Tensor] = bits,
+    cached: bool = True,
 ) -> list[Call]:
     rows, length = inputs["input_ids"].shape
     with torch.no_grad(), watched(model, rows, length, digest=digest) as calls:
-        forward(model, inputs)
+        forward(model, inputs, cached=cached)
     return calls
 
 

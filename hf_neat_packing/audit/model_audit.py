@@ -9,6 +9,7 @@ from torch import nn
 from .._compat import environment
 from ..capabilities import get_model_attn_implementation
 from ..collator import DataCollatorForNeatPacking
+from ..errors import NeatPackingError
 from ..wrappers import unwrap
 from . import checks
 from .batches import PackedInputs, random_documents, read_batch
@@ -83,7 +84,13 @@ def audit_packed(model: nn.Module, packed: PackedInputs, truths: Truths) -> Audi
 
 
 def _audit(model: nn.Module, packed: PackedInputs, truths: Truths) -> AuditReport:
-    mode, repeatable = settle_mode(model, packed.batch, packed.changed(0))
+    try:
+        mode, repeatable = settle_mode(model, packed.batch, packed.changed(0))
+    except NeatPackingError:
+        raise
+    except Exception as error:
+        truth = truths.in_mode("eval")
+        return _report(model, packed, truth, "eval", [checks.does_not_run(error)], None, [])
     truth = truths.in_mode(mode)
     output = forward(model, packed.batch)
     values = output.values.detach()
@@ -120,11 +127,11 @@ def _controls(model: nn.Module, packed: PackedInputs, truth: Truth) -> list[Chec
     try:
         batch = packed.without_boundaries()
         with torch.no_grad():
-            values = forward(model, batch).values
+            values = forward(model, batch, cached=False).values
     except Exception:
         batch = packed.without_boundaries(running_positions=False)
         with torch.no_grad():
-            values = forward(model, batch).values
+            values = forward(model, batch, cached=False).values
     bare = PackedInputs(batch, packed.document_map, packed.spans, packed.protected)
     # Causal rows leak forward, so the first document is changed and the last one looked at.
     first, last = (0,), (len(packed.spans) - 1,)

@@ -206,10 +206,10 @@ def _run_alone(
     inputs = packed.alone(document)
     with torch.set_grad_enabled(gradients):
         try:
-            output = forward(model, {**inputs, "labels": labels[None]})
+            output = forward(model, {**inputs, "labels": labels[None]}, cached=False)
         except Exception:
             # A model without a loss, or one that cannot take a document without labels that count.
-            output = forward(model, inputs)
+            output = forward(model, inputs, cached=False)
         loss = cross_entropy_sum(output.values[0], labels, shifted=shifted)
     if loss.requires_grad:
         loss.backward()
@@ -256,7 +256,7 @@ def loss_is_shifted(model: nn.Module, packed: PackedInputs) -> bool:
     # Every label is different from its neighbours' position, so one of the two sums fits.
     with torch.no_grad():
         try:
-            output = forward(model, {**inputs, "labels": labels[None]})
+            output = forward(model, {**inputs, "labels": labels[None]}, cached=False)
         except Exception:
             return True
     if output.loss is None or output.values.ndim != 3:

@@ -21,6 +21,7 @@ def print_report(report: AuditReport, console: Console) -> None:
     console.print(
         f"[bold]{report.model}[/] under [bold]{report.attention}[/]: [{colour}]{report.verdict}[/]",
         highlight=False,
+        soft_wrap=True,
     )
     lengths = ", ".join(map(str, report.lengths[:12])) + (
         ", ..." if len(report.lengths) > 12 else ""
@@ -29,6 +30,7 @@ def print_report(report: AuditReport, console: Console) -> None:
         f"{report.layout}; documents of {lengths} tokens; {report.dtype} on {report.device}, {report.mode} mode; "
         f"truth: each document alone, {report.oracle}",
         highlight=False,
+        soft_wrap=True,
     )
     table = Table(box=None, pad_edge=False)
     for column in ("check", "", "error", "bound", ""):
@@ -41,9 +43,11 @@ def print_report(report: AuditReport, console: Console) -> None:
         table.add_row(check.name, _MARKS[check.passed], *numbers, check.detail)
     console.print(table, highlight=False)
     if report.finding is not None:
-        console.print(f"[red]first difference:[/] {report.finding}", highlight=False)
+        console.print(
+            f"[red]first difference:[/] {report.finding}", highlight=False, soft_wrap=True
+        )
     for note in report.notes:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
 
 
 def report_json(report: AuditReport) -> str:

@@ -1,11 +1,14 @@
 """What an audit found: checks with numbers, and where and why it failed."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from ..errors import UnsupportedModelError
 
-Verdict = Literal["exact", "wrong", "inconclusive"]
+Verdict = Literal["exact", "wrong", "raises", "inconclusive"]
+
+RUNS: Final = "packed batch runs"
+"""Name of the check that fails where the model raises."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,9 @@ class AuditReport:
 
     @property
     def verdict(self) -> Verdict:
-        """`exact`, `wrong`, or `inconclusive` where a control did not fail as it must."""
+        """`exact`, `wrong`, `raises`, or `inconclusive` where a control did not fail as it must."""
+        if any(check.name == RUNS for check in self.failed):
+            return "raises"
         if any(not check.is_control for check in self.failed):
             return "wrong"
         return "inconclusive" if self.failed else "exact"

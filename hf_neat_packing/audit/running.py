@@ -56,18 +56,21 @@ class Output:
     has_auxiliary: bool
 
 
-def forward(model: nn.Module, inputs: Mapping[str, Any]) -> Output:
+def forward(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool = True) -> Output:
     """Call a model.
 
     Args:
         model: called by name, so that its hooks run.
         inputs: keyword arguments; columns that its forward does not take are left out.
+        cached: False keeps models from building a cache; some cannot without one more setting.
 
     Raises:
         UnsupportedModelError: no output has one vector per token.
     """
     rows, length = inputs["input_ids"].shape
     parameters = forward_parameters(unwrap(model))
+    if not cached and parameters is not None and "use_cache" in parameters:
+        inputs = {**inputs, "use_cache": False}
     if parameters is not None and not takes_any_keyword(parameters):
         inputs = {name: value for name, value in inputs.items() if name in parameters}
     result = model(**inputs)

@@ -112,13 +112,15 @@ def audit_type(model_type: str, attentions: Sequence[str] = ATTENTIONS) -> dict[
         attentions: keys to try.
 
     Returns:
-        `model_type`, `model` (class), `versions`, and `runs`: for each key and layout `attention`,
-        `layout`, `verdict` (`exact`, `wrong`, `inconclusive`, `refused`, `raises` or `cannot build`), `reason`,
-        `hooks`, `unpacked`, `notes`, `mode`, `oracle`, `checks` and `finding`.
+        `model_type`, `model` (class), `family`, `versions`, and `runs`: for each key and layout
+        `attention`, `layout`, `verdict` (`exact`, `wrong`, `inconclusive`, `refused`, `raises` or
+        `cannot build`), `reason`, `notes`, `mode`, `oracle`, `checks`, `finding`, and where hooks
+        were needed `hooks`, `unpacked` and `plain`, the verdict without them.
     """
     line: dict[str, Any] = {
         "model_type": model_type,
         "model": model_class_name(model_type),
+        "family": model_type.partition(":")[0],
         "versions": _versions(),
         "runs": [],
     }
@@ -132,6 +134,7 @@ def audit_type(model_type: str, attentions: Sequence[str] = ATTENTIONS) -> dict[
         ]
         return line
     line["model"] = type(model).__name__
+    line["family"] = type(model).__module__.split(".")[2]
     reference = _Reference(model)
     for key in attentions:
         line["runs"] += _runs_of_key(model_type, key, reference)
@@ -154,21 +157,40 @@ class _Reference:
 
 
 def _runs_of_key(model_type: str, key: str, reference: _Reference) -> list[dict[str, Any]]:
+    """Audit a key as it is; where that is not exact, once more with the hooks of `isolate`."""
     try:
         model = tiny_model(model_type, attn_implementation=key)
     except UnsupportedModelError as error:
         return [_run(key, layout.name, "refused", _words(error)) for layout in LAYOUTS]
-    hooks: dict[str, Any] = {}
-    runs = []
-    for layout in LAYOUTS:
-        try:
-            hooks = hooks or _isolate(model)
-            runs.append({**_audit(model, reference, key, layout), **hooks})
-        except NeatPackingError as error:
-            runs.append({**_run(key, layout.name, "refused", _words(error)), **hooks})
-        except Exception as error:
-            runs.append({**_run(key, layout.name, "raises", _words(error)), **hooks})
-    return runs
+    plain = [_guarded_audit(model, reference, key, layout) for layout in LAYOUTS]
+    if all(run["verdict"] == "exact" for run in plain):
+        return plain
+    before = [{"plain": {"verdict": r["verdict"], "reason": r["reason"]}} for r in plain]
+    try:
+        hooks = _isolate(model)
+    except NeatPackingError as error:
+        return [
+            {**_run(key, layout.name, "refused", _words(error)), **was}
+            for layout, was in zip(LAYOUTS, before, strict=True)
+        ]
+    except Exception as error:
+        # The search itself failed: what the model does without hooks is all there is.
+        return [{**run, "isolation": _words(error)} for run in plain]
+    return [
+        {**_guarded_audit(model, reference, key, layout), **hooks, **was}
+        for layout, was in zip(LAYOUTS, before, strict=True)
+    ]
+
+
+def _guarded_audit(
+    model: torch.nn.Module, reference: _Reference, key: str, layout: Layout
+) -> dict[str, Any]:
+    try:
+        return _audit(model, reference, key, layout)
+    except NeatPackingError as error:
+        return _run(key, layout.name, "refused", _words(error))
+    except Exception as error:
+        return _run(key, layout.name, "raises", _words(error))
 
 
 def _isolate(model: torch.nn.Module) -> dict[str, Any]:
