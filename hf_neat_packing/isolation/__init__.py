@@ -1,0 +1,5 @@
+"""Find where the documents of a packed row reach each other in a model, and keep them apart with hooks."""
+
+from .isolate import Applied, IsolationReport, isolate
+
+__all__ = ["Applied", "IsolationReport", "isolate"]

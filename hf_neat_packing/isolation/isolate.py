@@ -1,0 +1,333 @@
+"""`isolate(model)`: find where documents of a row reach each other, keep them apart with hooks, prove it.
+
+Nobody lists classes: small forwards find the module, repairs are tried on it from the cheapest on, and what does not
+heal it is taken off again. The last resort is the whole model on one document per padded row.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..contract import PackingCapabilities
+from ..errors import UnsupportedModelError
+from ..wrappers import unwrap
+from .attached import Applied, Attached
+from .long_range import RotaryTablesPerDocument, TemperatureOfLongRows
+from .probe import BATCH_NORMS, ONE_ROW, TWO_ROWS, Probe, Verdict, contract_of, undisturbed
+from .record import ModuleCall
+from .repairs import (
+    MarkOtherDocuments,
+    MaskOtherDocuments,
+    OwnAttention,
+    Repair,
+    RestartPositions,
+    candidates,
+    takes_lazy_mask,
+)
+from .search import EagerSearch, Search
+
+_MOST_SEARCHES = 40
+_PADDED = (
+    "last resort: the whole model runs on one document per padded row, so every slot of padding up to the longest "
+    "document of a batch costs as much as a token"
+)
+_LAST_RESORT = {
+    "plain": _PADDED,
+    "masked": _PADDED,
+    "each": "last resort: the whole model runs once per distinct document length, as padding disturbs it too; a batch "
+    "costs as many forwards as it has lengths",
+}
+
+
+@dataclass
+class IsolationReport:
+    """What `isolate` found, did and proved; `remove()` it, or use it as a context manager.
+
+    Hooks must outlive the last backward, because recomputed activations need them too.
+
+    Attributes:
+        model_class: name of the model's class.
+        attention_key: the attention that it runs.
+        before: the packed forward without repairs, against each document alone.
+        after: the same with them.
+        applied: the repairs, in the order in which they were found.
+        unpacked: whether the model runs on one document per padded row.
+        capabilities: the contract by which its batches are written.
+        notes: what is coupled across documents by design, and other things worth knowing.
+    """
+
+    model_class: str
+    attention_key: str | None
+    before: Verdict
+    after: Verdict
+    applied: tuple[Applied, ...]
+    unpacked: bool
+    capabilities: PackingCapabilities
+    notes: tuple[str, ...] = ()
+    _attached: Attached | None = field(default=None, repr=False)
+
+    def remove(self) -> None:
+        """Take everything off and leave the model as it was; a second call does nothing."""
+        if self._attached is not None:
+            self._attached.remove()
+
+    def __enter__(self) -> "IsolationReport":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        lines = [f"{self.model_class} under {self.attention_key!r}"]
+        if not self.applied and not self.unpacked:
+            lines.append("  keeps documents apart as it is; its only hook is at its entry")
+        for part in self.applied:
+            what = f"{part.module_class} ({len(part.modules)}): {part.repair}"
+            lines.append(f"  {what}; costs {part.cost}")
+        lines.append(f"  before: {self.before}")
+        lines.append(f"  after: {self.after}")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def isolate(model: nn.Module, *, seed: int = 0) -> IsolationReport:
+    """Keep the documents of packed rows apart in a model, by measurement, with removable hooks.
+
+    Small forwards compare a packed row with each of its documents alone. Where they part, the deepest module that
+    parts first gets the cheapest hook that heals it: boundaries handed to attention, positions restarted, a mask of
+    other documents, or the layer run once per document. If nothing does, the whole model runs on one document per
+    padded row. Then everything is checked again, in both modes, with several rows and every key of a batch.
+
+    Args:
+        model: the built model, in any number of wrappers; modes, buffers and random state stay as they are.
+        seed: of the token ids that are tried.
+
+    Returns:
+        The report; it holds the hooks.
+
+    Raises:
+        ContractError: an attention key whose form of boundaries is not known.
+        UnsupportedModelError: documents reach each other and no hook keeps them apart. The model is then as it was.
+
+    Example:
+        >>> with isolate(model) as report:  # doctest: +SKIP
+        ...     loss = model(**collator(documents)).loss
+        ...     loss.backward()
+    """
+    attached = Attached(model)
+    try:
+        with undisturbed(unwrap(model)):
+            return _Isolation(model, attached, seed).run()
+    except BaseException:
+        attached.remove()
+        raise
+
+
+class _Isolation:
+    """One run of `isolate`."""
+
+    def __init__(self, model: nn.Module, attached: Attached, seed: int) -> None:
+        self.model, self.attached, self.inner, self.seed = model, attached, attached.inner, seed
+        self.notes = list(_coupled_by_design(self.inner))
+        try:
+            self.probe = Probe(model, contract_of(model), seed=seed)
+        except UnsupportedModelError as refusal:
+            if getattr(getattr(self.inner, "config", None), "is_encoder_decoder", False):
+                raise
+            self._write_offsets(str(refusal))
+
+    def run(self) -> IsolationReport:
+        """Measure, repair, measure; a contract whose masks do not serve is exchanged for one with offsets."""
+        self._repair_long_range()
+        before = self._check()
+        after = before
+        unlike = self._repair_attention()
+        if unlike or not self.probe.holds(before):
+            after = self._repaired()
+        if (
+            not self.probe.holds(after)
+            and self.probe.capabilities.packed_mask_type != "flash_varlen"
+        ):
+            self._start_again()
+            self._write_offsets(f"with the masks of its contract it {after}")
+            after = self._repaired()
+        if not self.probe.holds(after):
+            after = self._unpacked(after)
+        return IsolationReport(
+            model_class=type(self.inner).__name__,
+            attention_key=self.probe.capabilities.attention_key,
+            before=before,
+            after=after,
+            applied=tuple(self.attached.applied),
+            unpacked=self.attached.entry.unpack is not None,
+            capabilities=self.probe.capabilities,
+            notes=tuple(self.notes),
+            _attached=self.attached,
+        )
+
+    def _write_offsets(self, why: str) -> None:
+        self.attached.declare_offsets()
+        self.probe = Probe(self.model, contract_of(self.model), seed=self.seed)
+        self.notes.append(f"batches carry offsets and masks are made inside, because {why}")
+
+    def _check(self) -> Verdict:
+        """Judge two rows with every key of a batch, then one row in training mode; the worst counts."""
+        verdict = self.probe.judge(self.probe.sample(TWO_ROWS))
+        if not self.probe.holds(verdict):
+            return verdict
+        return verdict.or_worse(self.probe.judge_training(self.probe.sample(ONE_ROW)))
+
+    def _start_again(self) -> None:
+        self.attached.take_off_repairs()
+        self._repair_long_range()
+        self._repair_attention()
+
+    def _repaired(self) -> Verdict:
+        self._search()
+        after = self._check()
+        if not self.probe.holds(after) and (
+            placed := self.attached.take_off((RestartPositions.name,))
+        ):
+            # Positions that only count relative to each other need no restart, and may not take one.
+            without = self._check()
+            if self.probe.holds(without):
+                return without
+            for part in placed:
+                modules = [(name, self.inner.get_submodule(name)) for name in part.modules]
+                repair = RestartPositions(self.attached.entry)
+                self.attached.keep(repair, modules, self.attached.put_on(repair, modules))
+        return after
+
+    def _repair_long_range(self) -> None:
+        """Repair what only shows in long rows or documents, by what the modules say about themselves."""
+        for kind in (RotaryTablesPerDocument, TemperatureOfLongRows):
+            found = [pair for pair in self.inner.named_modules() if kind.fits(pair[1])]
+            if found:
+                repair = kind(self.attached.entry)
+                self.attached.keep(repair, found, self.attached.put_on(repair, found))
+
+    def _repair_attention(self) -> bool:
+        """Repair modules that compute even a document alone otherwise than by eager attention.
+
+        Some add the lazy mask of `neat_varlen` to scores as 0 and 1; some ask for options that it does not have.
+
+        Raises:
+            UnsupportedModelError: a module that no repair brings to compute the same.
+        """
+        if not self.probe.reads_offsets:
+            return False
+        search = EagerSearch(self.probe)
+        found = False
+        while (call := search.first()) is not None:
+            found = True
+            lazy = takes_lazy_mask(call.arguments)
+            kinds = [MaskOtherDocuments, MarkOtherDocuments] if lazy else []
+            if not self._apply(call, [*kinds, OwnAttention], search):
+                key = self.probe.capabilities.attention_key
+                raise UnsupportedModelError(
+                    f"{type(call.module).__name__} of {type(self.inner).__name__} computes a document under {key!r} "
+                    "otherwise than by the model's own eager attention, packed or not, and no "
+                    "hook changes that. Accepted: "
+                    '`model.set_attn_implementation("sdpa")` or `"eager"`.'
+                )
+        return found
+
+    def _alike(self, call: ModuleCall, repair: Repair) -> list[tuple[str, nn.Module]]:
+        """List the modules of the found one's class that do not carry the repair yet."""
+        return [
+            (name, module)
+            for name, module in self.inner.named_modules()
+            if type(module) is type(call.module) and not self.attached.has(name, repair.name)
+        ]
+
+    def _search(self) -> None:
+        """Repair one kind of module after the other, until the row parts nowhere any more.
+
+        A forward that raises ends the search; the check that follows tells.
+        """
+        try:
+            search = Search(self.probe)
+            for _ in range(_MOST_SEARCHES):
+                packed = search.packed()
+                call = search.first(packed)
+                if call is None or call.module is self.inner:
+                    return
+                if not self._repair(search, call):
+                    search.skip.add(call.name)
+        except Exception as raised:
+            self.notes.append(
+                f"the search for its cause ended with {type(raised).__name__}: {raised}"
+            )
+
+    def _repair(self, search: Search, call: ModuleCall) -> bool:
+        if _is_whole_model(call):
+            return False
+        kinds = candidates(
+            call.module,
+            call.arguments,
+            reads_offsets=self.probe.reads_offsets,
+            place_only=search.depends_on_place_only(call),
+        )
+        return self._apply(call, kinds, search)
+
+    def _apply(
+        self,
+        call: ModuleCall,
+        kinds: Sequence[Callable[[object], Repair]],
+        search: Search | EagerSearch,
+    ) -> bool:
+        """Put the first repair that heals on all modules of the found one's class."""
+        for kind in kinds:
+            repair = kind(self.attached.entry)
+            modules = self._alike(call, repair)
+            if not any(name == call.name for name, _ in modules):
+                continue
+            handles = self.attached.put_on(repair, modules)
+            if search.heals(call):
+                self.attached.keep(repair, modules, handles)
+                return True
+            for handle in handles:
+                handle.remove()
+        return False
+
+    def _unpacked(self, found: Verdict) -> Verdict:
+        """Run the model on one document per padded row; refuse where that is not exact either."""
+        self._start_again()
+        entry, after = self.attached.entry, found
+        for how in ("plain", "masked", "each"):
+            entry.unpack = how
+            after = self._check()
+            if self.probe.holds(after):
+                self.notes.append(_LAST_RESORT[how])
+                return after
+        entry.unpack = None
+        key = self.probe.capabilities.attention_key
+        raise UnsupportedModelError(
+            f"{type(self.inner).__name__} under {key!r} does not keep the documents of a packed row apart: it {found}. "
+            f"No hook on its modules changes that; run on one document per padded row, it {after}. Packed rows would "
+            "train on mixed documents without a word. Accepted: one document per row, without padding."
+        )
+
+
+def _is_whole_model(call: ModuleCall) -> bool:
+    """Whether a module is a whole model inside: those are run at the root, or not at all."""
+    return any(name in call.arguments[1] for name in ("input_ids", "inputs_embeds"))
+
+
+def _coupled_by_design(model: Any) -> list[str]:
+    """Say what a row's documents share on purpose."""
+    notes = []
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)() if config is not None else None
+    if getattr(text, "router_aux_loss_coef", None) or getattr(text, "output_router_logits", False):
+        notes.append(
+            "the router's balance loss is taken over all tokens of a batch, so it couples documents by design"
+        )
+    if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
+        notes.append("batch norm couples all tokens of a batch in training mode by design")
+    return notes
+
+
+__all__ = ["Applied", "IsolationReport", "isolate"]
