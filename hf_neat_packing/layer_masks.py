@@ -18,8 +18,11 @@ from ._compat import attention_key, mask_kinds
 from .contract import LayerMask, MaskDelivery, PackingCapabilities
 from .errors import UnsupportedModelError
 
-# Recurrent layer types before transformers gave them an entry among the mask patterns.
-_RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "hybrid")
+# Layer types before transformers gave them an entry among the mask patterns.
+_EARLIER_KINDS = {
+    "attention": "full",
+    **dict.fromkeys(("linear_attention", "conv", "mamba", "recurrent", "hybrid"), "recurrent"),
+}
 
 
 def describe_layers(capabilities: PackingCapabilities, model: Any) -> PackingCapabilities:
@@ -180,7 +183,7 @@ def position_ids_start(model: Any) -> int:
 def _kinds(layer_type: str) -> dict[str, str]:
     known = mask_kinds(layer_type)
     if known is None:
-        return {layer_type: "recurrent" if layer_type in _RECURRENT else "unknown"}
+        return {layer_type: _EARLIER_KINDS.get(layer_type, "unknown")}
     return known
 
 

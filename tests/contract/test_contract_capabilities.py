@@ -278,17 +278,6 @@ def test_an_encoder_decoder_is_refused_by_name():
         model_capabilities(T5ForConditionalGeneration(config))
 
 
-def test_prompt_learning_adapters_are_refused_and_lora_is_looked_through():
-    from peft import LoraConfig, PromptTuningConfig, get_peft_model
-
-    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    adapted = get_peft_model(tiny_llama("neat_varlen"), lora)
-    assert model_capabilities(adapted).layout == "varlen"
-    prompts = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    with pytest.raises(UnsupportedModelError, match="virtual tokens"):
-        model_capabilities(get_peft_model(tiny_llama(), prompts))
-
-
 def test_a_users_own_child_called_module_is_no_wrapper():
     class Own(nn.Module):
         packed_mask_type = "document_ids"
