@@ -25,6 +25,7 @@ from .contract import (
 from .errors import ContractError, UnsupportedModelError
 from .masks import masks_for
 from .metadata import build_packed_sequence_metadata
+from .multimodal import PositionIndex, media_layout
 from .packed_batch import IGNORE_INDEX, PackedBatch, pack_rows, split_packs
 from .planning import plan_packing
 from .wrappers import forward_parameters, takes_any_keyword, unwrap
@@ -46,14 +47,16 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
     document, as `pack_dataset` yields) or lists of documents. The batch holds:
 
     * `input_ids`, `labels`, `position_ids`: int64 `[B, S]`. The first label of each document is
-      `separator_id`; labels are the input ids where the data has none. Positions restart.
+      `separator_id`; labels are the input ids where the data has none. Positions restart. Models
+      that number tokens on several axes get `[4, B, S]`: plain positions, time, height, width.
     * `_packed_seq_ids`: the document map `[B, S]`, 1-based in each row, 0 = padding.
     * for attention that reads offsets: `cu_seq_lens_q`, `cu_seq_lens_k` (int32 `[segments + 1]`),
       `max_length_q`, `max_length_k` (Python ints), and no `attention_mask`;
     * for `sdpa`, `eager` and `flex_attention`: `attention_mask`, 4-D, one per layer type where the
       model takes several;
     * `seq_idx` and the unpadded bundle where the contract asks for them;
-    * every other column by its rule: per token `[B, S]`, per document `[N]`, media joined.
+    * every other column by its rule: per token `[B, S]`, per document `[N]`, media joined in
+      document order, with no key where no document has any.
 
     Args:
         model: the built model; what it needs is read once, and the model is not kept. Without a
@@ -70,6 +73,8 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             joined row, or where `row_length` is given; everything else is joined.
         separator_id: label of each document's first token.
         position_ids_start: position of a document's first token; default: the model's.
+        position_index: numbers the tokens of one document on several axes; default: the model's own
+            `get_rope_index`. A function from its columns to int64 `[rows, tokens]`.
         return_seq_idx: add `seq_idx`; default: where the contract asks for it.
         return_position_ids: leave False for models without positions.
         return_flash_attn_kwargs: must stay True; packed rows without boundaries would mix.
@@ -93,6 +98,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         rows: Literal["flat", "packs"] | None = None,
         separator_id: int = IGNORE_INDEX,
         position_ids_start: int | None = None,
+        position_index: PositionIndex | None = None,
         return_seq_idx: bool | None = None,
         return_position_ids: bool = True,
         return_flash_attn_kwargs: bool = True,
@@ -137,6 +143,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         loss = getattr(unwrap(model), "loss_type", None) if model is not None else None
         self.shifts_labels = loss not in _UNSHIFTED_LOSSES
         self.accepted_keys = _accepted_keys(model)
+        self.media = media_layout(model, position_index)
 
     def __call__(
         self,
@@ -170,6 +177,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             position_ids_start=self.position_ids_start,
             first_label=first_label if self.shifts_labels else None,
             make_labels=self.shifts_labels,
+            media=self.media,
         )
         batch = packed.tokens | packed.per_document | packed.media
         if self.return_position_ids:
@@ -205,7 +213,12 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         elif self.capabilities.packed_mask_type == "document_ids":
             keys["attention_mask"] = document_map
         else:
-            keys["attention_mask"] = masks_for(document_map, self.capabilities)
+            masks = masks_for(document_map, self.capabilities)
+            if self.media.own_masks is not None:
+                masks = self.media.own_masks.overlay(
+                    masks, packed.tokens, packed.lengths, self.capabilities
+                )
+            keys["attention_mask"] = masks
         if self.return_seq_idx:
             keys["seq_idx"] = packed.seq_idx
         if self.capabilities.requires_packed_sequence_metadata:

@@ -1,6 +1,6 @@
 """Documents laid end to end into rows: the packed batch, before any model has a say in it.
 
-Legend: `B` rows, `S` tokens in a row, `N` documents of the batch, `T` real tokens.
+Legend: `B` rows, `S` tokens in a row, `N` documents of the batch, `R` rows of positions.
 """
 
 import warnings
@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .columns import ColumnRule, describe_documents
-from .documents import int32_offsets
 from .errors import ColumnError
+from .multimodal.layout import MediaLayout
+from .multimodal.media import TOKEN_TYPES, fill_absent, join_media
+from .slots import Slots
 
 Document = Mapping[str, Any]
 """One training example: column -> one value per token, or one value."""
@@ -31,6 +33,8 @@ _LABEL_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 # Per-token columns that have done their work before the model.
 _SPENT = (*_LABEL_MASKS, "attention_mask", "special_tokens_mask")
 
+_NO_MODEL = MediaLayout()
+
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -41,7 +45,8 @@ class PackedBatch:
         per_document: per-document columns, `[N]` in document order, or lists of what is no number.
         media: media columns, joined on dimension 0 in document order.
         document_map: int64 `[B, S]`, 1-based in each row, 0 in the tail.
-        position_ids: int64 `[B, S]`, restarting in each document and in the tail.
+        position_ids: int64 `[B, S]`, restarting in each document and in the tail; `[R, B, S]` for models
+            that number tokens on several axes.
         cu_seqlens: int32 `[segments + 1]`, offsets of the full stream: every document, and the
             tail of every row as one segment.
         max_seqlen: tokens of the longest segment.
@@ -132,6 +137,7 @@ def pack_rows(
     position_ids_start: int = 0,
     first_label: int | None = IGNORE_INDEX,
     make_labels: bool = True,
+    media: MediaLayout = _NO_MODEL,
 ) -> PackedBatch:
     """Lay documents end to end into rows of one length.
 
@@ -145,19 +151,20 @@ def pack_rows(
         first_label: label of each document's first token, which no token before it may predict;
             None keeps the labels as they are.
         make_labels: take labels from `input_ids` where there is no `labels` column.
+        media: how the model numbers documents with images or video.
 
     Raises:
-        ColumnError: a column without a rule, columns that disagree on a length, or a row that does
-            not fit into `row_length`.
+        ColumnError: a column without a rule, columns that disagree on a length, a row that does
+            not fit into `row_length`, or a document that was cut inside an image.
     """
-    documents = [document for row in rows for document in row]
-    rules = describe_documents(documents, columns)
-    kept, num_empty = _without_empty([_drop_masked(row) for row in rows])
+    rows = fill_absent(rows, columns)
+    rules = describe_documents([document for row in rows for document in row], columns)
+    kept, num_empty = _without_empty([_drop_masked(row, rules) for row in rows])
     documents = list(chain.from_iterable(kept))
     lengths = tuple(tuple(len(document["input_ids"]) for document in row) for row in kept)
     width = _row_length(lengths, row_length, pad_to_multiple_of)
     flat_lengths = np.fromiter(chain.from_iterable(lengths), dtype=np.int64, count=len(documents))
-    slots = _Slots(lengths, flat_lengths, width)
+    slots = Slots(lengths, flat_lengths, width)
     flat = {
         name: _concatenate(name, [document[name] for document in documents])
         for name, rule in rules.items()
@@ -176,12 +183,18 @@ def pack_rows(
             "inside each document, as every document alone would be numbered. Remove the column: positions are "
             "made from the boundaries."
         )
+    joined = {
+        name: join_media(name, [document[name] for document in documents])
+        for name, rule in rules.items()
+        if rule.kind == "media"
+    }
+    numbered = media.number(documents, positions, text_only=not joined and TOKEN_TYPES not in rules)
     return PackedBatch(
         tokens=tokens,
         per_document=_per_document(documents, rules),
-        media=_media(documents, rules),
+        media={name: value for name, value in joined.items() if value is not None},
         document_map=slots.lay(slots.row_documents, 0),
-        position_ids=slots.lay_positions(positions, position_ids_start),
+        position_ids=slots.lay_positions(numbered, position_ids_start),
         cu_seqlens=slots.cu_seqlens,
         max_seqlen=slots.max_seqlen,
         seq_idx=slots.seq_idx(),
@@ -190,60 +203,7 @@ def pack_rows(
     )
 
 
-class _Slots:
-    """Where the flat stream of real tokens lies in `[B, S]`."""
-
-    def __init__(
-        self, lengths: tuple[tuple[int, ...], ...], flat: NDArray[np.int64], width: int
-    ) -> None:
-        self.shape = (len(lengths), width)
-        self.starts = np.cumsum(flat) - flat
-        total = int(flat.sum())
-        self.positions = np.arange(total) - np.repeat(self.starts, flat)
-        per_row = [len(row) for row in lengths]
-        numbers = np.arange(1, len(flat) + 1) - np.repeat(np.cumsum(per_row) - per_row, per_row)
-        self.row_documents = np.repeat(numbers, flat)
-        self.filled = [sum(row) for row in lengths]
-        self.dense = all(filled == width for filled in self.filled)
-        segments = flat
-        if not self.dense:
-            tails = [width - filled for filled in self.filled]
-            with_tails = [
-                [*row, tail] if tail else row for row, tail in zip(lengths, tails, strict=True)
-            ]
-            segments = np.fromiter(chain.from_iterable(with_tails), dtype=np.int64)
-        self.cu_seqlens = int32_offsets(torch.from_numpy(segments))
-        self.max_seqlen = int(segments.max())
-
-    def lay(self, values: NDArray[Any], pad_value: int | float | bool) -> Tensor:
-        """Lay flat values `[T]` into rows."""
-        if self.dense:
-            return torch.from_numpy(np.ascontiguousarray(values).reshape(self.shape))
-        rows = np.full(self.shape, pad_value, dtype=values.dtype)
-        done = 0
-        for row, filled in zip(rows, self.filled, strict=True):
-            row[:filled] = values[done : done + filled]
-            done += filled
-        return torch.from_numpy(rows)
-
-    def seq_idx(self) -> Tensor:
-        """Number the segments of each row; the tail follows its last document."""
-        index = self.lay((self.row_documents - 1).astype(np.int32), 0)
-        if not self.dense:
-            for row, filled in zip(index, self.filled, strict=True):
-                row[filled:] = row[filled - 1] + 1
-        return index
-
-    def lay_positions(self, positions: NDArray[np.int64], start: int) -> Tensor:
-        """Lay positions into rows; the tail is numbered like one more document."""
-        laid = self.lay(positions, 0)
-        if not self.dense:
-            for row, filled in zip(laid, self.filled, strict=True):
-                row[filled:] = torch.arange(start, start + self.shape[1] - filled)
-        return laid
-
-
-def _drop_masked(row: Sequence[Document]) -> list[Document]:
+def _drop_masked(row: Sequence[Document], rules: Mapping[str, ColumnRule]) -> list[Document]:
     """Leave out tokens that a 0/1 `attention_mask` calls padding: packed, they would be text."""
     documents: list[Document] = []
     for document in row:
@@ -255,14 +215,9 @@ def _drop_masked(row: Sequence[Document]) -> list[Document]:
         if keep.all():
             documents.append(document)
             continue
-        size = len(keep)
         documents.append(
             {
-                name: np.asarray(values)[keep]
-                if hasattr(values, "__len__")
-                and not isinstance(values, str)
-                and len(values) == size
-                else values
+                name: np.asarray(values)[keep] if rules[name].kind == "token" else values
                 for name, values in document.items()
             }
         )
@@ -363,19 +318,4 @@ def _per_document(documents: list[Document], rules: Mapping[str, ColumnRule]) ->
                 isinstance(value, (int, float)) or hasattr(value, "dtype") for value in values
             )
             result[name] = torch.as_tensor(np.asarray(values)) if numbers else values
-    return result
-
-
-def _media(documents: list[Document], rules: Mapping[str, ColumnRule]) -> dict[str, Any]:
-    """Join media in document order; documents without any add nothing, and no key is made for none."""
-    result: dict[str, Any] = {}
-    for name, rule in rules.items():
-        if rule.kind != "media":
-            continue
-        parts = [document[name] for document in documents]
-        parts = [part for part in parts if part is not None and len(part)]
-        if parts and all(hasattr(part, "dtype") for part in parts):
-            result[name] = torch.cat([torch.as_tensor(part) for part in parts])
-        elif parts:
-            result[name] = [item for part in parts for item in part]
     return result
