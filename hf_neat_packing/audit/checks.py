@@ -165,15 +165,13 @@ def _foreign_gradient(
     )
     largest, count = 0.0, 0
     for inputs, embedded in captured:
+        if inputs.shape != embedded.shape[: inputs.ndim] or not _holds_tokens(inputs, ids):
+            continue
         if inputs.shape == ids.shape and torch.equal(inputs, ids):
             where = packed.others(document)
-        elif inputs.shape == embedded.shape[: inputs.ndim] and inputs.numel() >= ids.numel():
-            # Laid out otherwise, as one document per row: tokens are told apart by their ids.
-            if not _holds_tokens(inputs, ids):
-                continue
-            where = torch.isin(inputs, foreign_ids)
         else:
-            continue
+            # Laid out otherwise, as one document per row: tokens are told apart by their ids.
+            where = torch.isin(inputs, foreign_ids)
         count += int(where.sum())
         if embedded.grad is not None and bool(where.any()):
             largest = max(largest, float(embedded.grad[where].abs().max()))
