@@ -104,7 +104,8 @@ def prove_isolation(model: nn.Module, collator: Any) -> IsolationProof:
         raise UnsupportedModelError(
             f"{name}: a document inside a row differs from the same document alone by {distance:.3g} (rounding is "
             f"{bound:.3g}), though nothing leaks. Its positions probably count through the row: the model makes them "
-            "inside, or by distances that do not restart. Train this model unpacked."
+            "inside, or by distances that do not restart. `hf_neat_packing.isolation.isolate(model)` may repair it; "
+            "or train this model unpacked."
         )
     return IsolationProof(layers, leak, distance)
 
@@ -113,8 +114,8 @@ def _other_leak(model: str, leak: float, bound: float, where: str) -> Unsupporte
     return UnsupportedModelError(
         f"{model}: the second document of a row answers to the first, {where} (it moves by {leak:.3g} when the first "
         f"changes, rounding moves it by {bound:.3g}), though no attention layer did it. Something else carries state "
-        "from token to token: recurrent layers or convolutions. Attach the hooks of "
-        "`hf_neat_packing.hooks.recurrent`, or train this model unpacked."
+        "from token to token: recurrent layers or convolutions. `hf_neat_packing.isolation.isolate(model)` keeps "
+        "documents apart there with hooks; or train this model unpacked."
     )
 
 
@@ -205,7 +206,7 @@ def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
         raise UnsupportedModelError(
             f"{type(unwrap(model)).__name__} cannot run a packed row of two documents (keys {sorted(batch)}): "
             f"{type(error).__name__}: {error} Training would stop at the first batch. Accepted: a model whose "
-            'layers take these keys; try attn_implementation="neat_varlen", or train this model unpacked.'
+            "layers take these keys. `hf_neat_packing.isolation.isolate(model)` may repair it; or train it unpacked."
         ) from error
 
 
@@ -258,8 +259,8 @@ def _require_isolation(model: str, layer: LayerProof) -> None:
         raise UnsupportedModelError(
             f"{model}: attention layer {layer.name!r} lets the second document of a row see the first (its output "
             f"moves by {layer.change_in_second:.3g} when the first changes, rounding moves it by {layer.bound:.3g}). "
-            f"{saw}, so packed training would mix documents. Build the collator from this model, or load "
-            'the model with attn_implementation="sdpa" or "eager"; if it still mixes, train it unpacked.'
+            f"{saw}, so packed training would mix documents. Build the collator from this model; if it still "
+            "mixes, `hf_neat_packing.isolation.isolate(model)` keeps documents apart with hooks."
         )
     if layer.change_in_first == 0 and not layer.saw_boundaries:
         raise UnsupportedModelError(

@@ -40,6 +40,7 @@ from hf_neat_packing.collator import DataCollatorForNeatPacking
 from hf_neat_packing.contract import PackingCapabilities
 from hf_neat_packing.dry_run import attention_layers, prove_isolation
 from hf_neat_packing.errors import ContractError, UnsupportedModelError
+from hf_neat_packing.isolation import isolate
 
 SIZES = {
     "vocab_size": 97,
@@ -375,3 +376,22 @@ def test_the_dry_run_leaves_no_trace():
     assert collator.row_length == 64
     assert not any(module._forward_hooks for _, module in attention_layers(model))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("key", ["eager", "neat_varlen"])
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (BloomForCausalLM, BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)),
+        (MambaForCausalLM, MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)),
+    ],
+)
+def test_a_model_that_hooks_keep_apart_is_proven_until_they_come_off(model_class, config, key):
+    model = build(model_class, copy.deepcopy(config), key)
+    with isolate(model):
+        # Hooks may change what the model reads, so the collator is built after them.
+        collator = DataCollatorForNeatPacking(model)
+        require_same_layout(model, collator)
+        assert prove_isolation(model, collator).change_in_second == 0
+    with pytest.raises(UnsupportedModelError, match=model_class.__name__):
+        prove_isolation(model, collator)
