@@ -4,6 +4,7 @@ Everything imported here is used under our own words elsewhere. `tests/test_comp
 contract test of each name; a release that moves one breaks that file and says which.
 """
 
+import functools
 import inspect
 import platform
 from collections.abc import Callable, Iterator
@@ -69,6 +70,7 @@ __all__ = [
     "registered_mask",
     "sdpa_attention_forward",
     "sdpa_mask",
+    "tables_by_row",
     "torch_varlen_attention",
     "tree_map",
     "wrapper_tensor",
@@ -170,6 +172,41 @@ def mask_pattern(mask_function: Callable[..., Any]) -> MaskPattern | None:
         elif name != "bidirectional":
             return None
     return MaskPattern(left, right, chunk, document_map)
+
+
+def tables_by_row(mask_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Read tables of blocks at the row's own indices, as they are written.
+
+    For packed rows transformers hands restarting positions to everything inside a mask function. Patterns want
+    them; a table of image blocks that came as `or_mask_function` is then read at another document's places (drop
+    when transformers remaps patterns only).
+    """
+    return _remapped(mask_function, None)
+
+
+def _remapped(function: Callable[..., Any], positions: torch.Tensor | None) -> Callable[..., Any]:
+    """Rebuild a composed function with the remapping pushed down to everything but tables."""
+    name, cells = "", dict[str, Any]()
+    if inspect.isfunction(function) and function.__module__ == _MASKING_MODULE:
+        name = function.__qualname__.split(".")[0]
+        cells = dict(inspect.getclosurevars(function).nonlocals)
+    if name == "remap_positions_for_packed_sequence":
+        return _remapped(cells["mask_function"], cells["position_ids"])
+    if name in ("and_masks", "or_masks"):
+        parts = [_remapped(part, positions) for part in cells["mask_functions"]]
+        join = torch.logical_and if name == "and_masks" else torch.logical_or
+
+        def joined(*index: Any) -> Any:
+            return functools.reduce(join, [part(*index) for part in parts])
+
+        return joined
+    if positions is None or name == "blockwise_overlay":
+        return function
+
+    def remapped(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return function(batch, head, positions[batch, query], positions[batch, key])
+
+    return remapped
 
 
 def _smaller(old: int | None, new: int) -> int:

@@ -19,6 +19,7 @@ from .boundaries import Boundaries, find_boundaries
 from .dense import dense_attention
 from .kernels import DocumentMask, VarlenCall, run
 from .mask_entry import LazyMask
+from .towers import without_text_boundaries
 
 
 def neat_varlen_attention(
@@ -69,6 +70,7 @@ def neat_varlen_attention(
             'attn_implementation="eager" to use head masks.'
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    kwargs = without_text_boundaries(module, kwargs)
     boundaries = find_boundaries(query, key, attention_mask, kwargs)
     if boundaries is None:
         if softcap is not None or s_aux is not None or position_bias is not None:

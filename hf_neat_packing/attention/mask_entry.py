@@ -19,6 +19,7 @@ from .._compat import (
     mask_pattern,
     plain_torch_function,
     sdpa_mask,
+    tables_by_row,
     tree_map,
     wrapper_tensor,
 )
@@ -73,9 +74,10 @@ class MaskRecipe:
         """
         row, first = divmod(start, self._arguments["q_length"])
         length = stop - start
+        mask_function = tables_by_row(self._mask_function)
 
         def in_row(batch: Any, head: Any, query: Any, key: Any) -> Any:
-            return self._mask_function(batch + row, head, query, key)
+            return mask_function(batch + row, head, query, key)
 
         mask = self._build(
             self._arguments
