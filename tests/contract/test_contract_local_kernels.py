@@ -21,6 +21,7 @@ from contract_exactness import (
 )
 
 from hf_neat_packing._compat import flash_attention_mask, registered_mask, sdpa_mask
+from hf_neat_packing.callback import require_same_layout
 from hf_neat_packing.capabilities import (
     configure_packing_for_models,
     get_model_attn_implementation,
@@ -28,7 +29,8 @@ from hf_neat_packing.capabilities import (
     model_capabilities,
 )
 from hf_neat_packing.collator import DataCollatorForNeatPacking
-from hf_neat_packing.errors import ContractError
+from hf_neat_packing.dry_run import prove_isolation
+from hf_neat_packing.errors import ContractError, UnsupportedModelError
 
 VARLEN = """
 import torch
@@ -79,6 +81,20 @@ def flash_attn_forward(module, query, key, value, attention_mask, scaling=None, 
     return out.transpose(1, 2).contiguous(), None
 """
 
+# It takes a mask and does not look at it.
+BLIND = """
+import torch
+
+supports_flash_attn = True
+
+
+def flash_attn_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
+"""
+
 VARLEN_IDS = [
     "kernels-community/flash-attn2",
     "kernels-community/flash-attn2@v2",
@@ -94,7 +110,7 @@ OWN_IDS = ["someone/own-entry", "someone/own-entry@v3:anything"]
 def local_kernels(tmp_path_factory):
     """Let the `kernels` package find the two kernels in folders instead of on the hub."""
     places = {}
-    for name, source in (("varlen", VARLEN), ("own", OWN_ENTRY)):
+    for name, source in (("varlen", VARLEN), ("own", OWN_ENTRY), ("blind", BLIND)):
         variant = tmp_path_factory.mktemp(name) / "build" / "torch-universal"
         variant.mkdir(parents=True)
         metadata = {
@@ -110,7 +126,7 @@ def local_kernels(tmp_path_factory):
         places[name] = variant.parent.parent
     repositories = {key.partition(":")[0].partition("@")[0] for key in VARLEN_IDS}
     entries = [f"{repository}={places['varlen']}" for repository in sorted(repositories)]
-    entries += [f"someone/own-entry={places['own']}"]
+    entries += [f"someone/own-entry={places['own']}", f"someone/blind={places['blind']}"]
     import kernels
     from transformers import modeling_utils
     from transformers.integrations import hub_kernels
@@ -242,3 +258,24 @@ def test_a_mask_left_beside_the_offsets_would_win_so_the_entry_hook_takes_it_awa
     calls.clear()
     model(**batch, use_cache=False)
     assert calls[-1][0].tolist() == [0, 4, 10, 16]
+
+
+@pytest.mark.parametrize("key", ["kernels-community/flash-attn2@v2", "someone/own-entry"])
+def test_the_dry_run_proves_kernels_that_read_their_boundaries(key):
+    model = load(key)
+    assert prove_isolation(model, DataCollatorForNeatPacking(model)).change_in_second == 0
+
+
+def test_the_dry_run_catches_a_kernel_that_takes_a_mask_and_does_not_read_it():
+    model = load("someone/blind")
+    assert model_capabilities(model).layout == "bool_4d"
+    with pytest.raises(UnsupportedModelError, match="not used"):
+        prove_isolation(model, DataCollatorForNeatPacking(model))
+
+
+def test_a_kernel_set_after_the_collator_was_built_is_noticed():
+    model = tiny_llama("sdpa")
+    collator = DataCollatorForNeatPacking(model)
+    model.set_attn_implementation("kernels-community/flash-attn2@v2")
+    with pytest.raises(ContractError, match=r"(?s)bool_4d.*flash_attention_mask"):
+        require_same_layout(model, collator)
