@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 
 from .._compat import mask_kinds
 from ..attention.mask_entry import LazyMask
@@ -122,12 +122,13 @@ def leak_cause(place: Place, call: Call) -> Cause:
     """
     if _is_recurrent(place, call.module):
         return RECURRENT
-    names = f"{place.class_name} {place.name}".lower()
+    inside = " ".join(type(child).__name__.lower() for child in call.module.modules())
     for words, cause in _NAMED:
-        if any(word in names for word in words):
+        if any(word in inside for word in words):
             return cause
     if isinstance(getattr(call.module, "is_causal", None), bool):
         return _mask_cause(call.arguments)
+    names = f"{place.class_name} {place.name}".lower()
     if "attention" in names or "attn" in names:
         return OWN_MASK_CODE
     return ROW_STATISTICS
@@ -136,7 +137,10 @@ def leak_cause(place: Place, call: Call) -> Cause:
 def _is_recurrent(place: Place, module: nn.Module) -> bool:
     if any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.modules()):
         return True
+    if isinstance(module, (nn.ZeroPad2d, nn.ConstantPad1d)):
+        return True  # a token shift
     own = {name.rpartition(".")[2] for name, _ in module.named_parameters()}
+    own |= {name for name, _ in place.parent.named_parameters(recurse=False)}
     if own & _STATE_PARAMETERS:
         return True
     if isinstance(getattr(module, "is_causal", None), bool):
@@ -149,7 +153,6 @@ def _mask_cause(arguments: dict[str, Any]) -> Cause:
     mask = arguments.get("attention_mask")
     if all(arguments.get(name) is not None for name in VARLEN_KEYS):
         return OWN_MASK_CODE
-    if isinstance(mask, LazyMask):
-        own = mask.recipe.attention_mask is not None
-        return OWN_PADDING_MASK if own else MASK_WITHOUT_POSITIONS
-    return OWN_MASK_CODE if isinstance(mask, Tensor) else MASK_WITHOUT_POSITIONS
+    if isinstance(mask, LazyMask) and mask.recipe.attention_mask is not None:
+        return OWN_PADDING_MASK
+    return MASK_WITHOUT_POSITIONS

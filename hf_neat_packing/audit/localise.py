@@ -55,13 +55,13 @@ class Place:
         name: of the module, `model.layers.1.conv`.
         class_name: of the module.
         layer_type: of the layer it lies in, as the config says, or an empty string.
-        parent_class: of the module around it.
+        parent: the module around it.
     """
 
     name: str
     class_name: str
     layer_type: str
-    parent_class: str
+    parent: nn.Module
 
     def __str__(self) -> str:
         layer = f", a {self.layer_type!r} layer" if self.layer_type else ""
@@ -189,9 +189,7 @@ def place_of(model: nn.Module, name: str) -> Place:
     layer_type = ""
     if found := re.search(r"\.(\d+)(\.|$)", name):
         layer_type = _layer_type(inner, int(found.group(1)))
-    return Place(
-        name or "the model itself", type(module).__name__, layer_type, type(parent).__name__
-    )
+    return Place(name or "the model itself", type(module).__name__, layer_type, parent)
 
 
 def _layer_type(model: Any, index: int) -> str:

@@ -13,17 +13,23 @@ from ..errors import UnsupportedModelError
 from ..packed_batch import IGNORE_INDEX
 from ..wrappers import forward_parameters, takes_any_keyword, unwrap
 
+_SIMPLE = (int, float, bool, str, type(None))
+
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Give back modes, random state, gradients and buffers as they were found.
+    """Give back modes, random state, gradients, buffers and simple attributes as they were found.
 
     Args:
         model: audited inside; its parameters are not changed by an audit.
     """
-    modes = [(module, module.training) for module in model.modules()]
+    attributes = [(module, _simple_attributes(module)) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -32,12 +38,17 @@ def preserved(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for module, values in attributes:
+            vars(module).update(values)
         with torch.no_grad():
-            for buffer, kept in buffers:
-                if buffer.shape == kept.shape:
-                    buffer.copy_(kept)
-        for module, training in modes:
-            module.training = training
+            for module, name, buffer, kept in buffers:
+                # Rotary tables are replaced, running statistics are written into.
+                setattr(module, name, buffer.copy_(kept))
+
+
+def _simple_attributes(module: nn.Module) -> dict[str, Any]:
+    """Numbers, words and Nones that a module keeps: its mode, and what some remember of a call."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, _SIMPLE)}
 
 
 @dataclass(frozen=True)

@@ -37,3 +37,26 @@ def test_running_statistics_of_a_batch_norm_are_given_back():
     model.train()
     audit_model(model)
     assert int(model.extra.num_batches_tracked) == 0
+
+
+def test_rotary_tables_that_grew_and_attributes_that_were_set_are_given_back():
+    class Grows(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.longest = 0
+            self.last = None
+            self.register_buffer("table", torch.zeros(2))
+
+        def forward(self, hidden):
+            self.longest = max(self.longest, hidden.shape[1])
+            self.last = hidden
+            self.table = torch.ones(self.longest)
+            return hidden
+
+    model = llama()
+    model.model.norm = torch.nn.Sequential(model.model.norm, Grows())
+    grows, table = model.model.norm[1], model.model.norm[1].table
+    audit_model(model)
+    assert (grows.longest, grows.last) == (0, None)
+    assert grows.table is table
+    assert table.tolist() == [0.0, 0.0]

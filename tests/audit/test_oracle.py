@@ -30,7 +30,8 @@ def test_the_truth_is_each_document_alone_in_float64():
         for span in packed.spans
         if span.length > 1
     )
-    assert abs(truth.loss - loss) < 1e-6
+    # The model's own loss is computed in float32.
+    assert abs(truth.loss - loss) < 1e-6 * loss
     assert truth.num_labels == sum(LENGTHS) - len(LENGTHS)
 
 
