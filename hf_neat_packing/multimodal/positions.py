@@ -105,7 +105,8 @@ class ModelPositions:
             if name == "attention_mask":
                 arguments[name] = torch.ones(1, len(document["input_ids"]), dtype=torch.int64)
             elif has_entries(document.get(name)):
-                value = torch.as_tensor(np.asarray(document[name]))
+                value = document[name]
+                value = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
                 per_token = name in ("input_ids", "mm_token_type_ids")
                 arguments[name] = value.long()[None] if per_token else value
             elif (
