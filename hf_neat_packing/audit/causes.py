@@ -1,13 +1,13 @@
 """Why one document reaches another: the causes that were found in the models of transformers, in words."""
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
-from .._compat import mask_kinds
-from ..attention.mask_entry import LazyMask
+from .._compat import attention_key, mask_kinds
 from ..contract import VARLEN_KEYS
+from ..layouts import reads_varlen_kwargs
 from .localise import Call, Place
 
 
@@ -41,18 +41,14 @@ RECURRENT: Final = Cause(
     "a recurrent state, a convolution or a token shift runs on across document borders",
     _ISOLATE,
 )
-MASK_WITHOUT_POSITIONS: Final = Cause(
-    "M0",
-    "attention got a mask that was built without the document boundaries, and no offsets",
-    _ISOLATE,
-)
-OWN_PADDING_MASK: Final = Cause(
-    "M1",
-    "the model makes a 2-D padding mask of its own, which switches the detection of packed rows off",
+MASK_WITHOUT_BOUNDARIES: Final = Cause(
+    "M",
+    "attention got a mask that was built without the document boundaries, and no offsets: the mask builder was not "
+    "given the positions, or a padding mask of the model's own switched their detection off",
     _ISOLATE,
 )
 OWN_MASK_CODE: Final = Cause(
-    "M2",
+    "own code",
     "attention is the model's own code and reads neither the boundaries nor the mask of the batch",
     _ISOLATE,
 )
@@ -127,11 +123,18 @@ def leak_cause(place: Place, call: Call) -> Cause:
         if any(word in inside for word in words):
             return cause
     if isinstance(getattr(call.module, "is_causal", None), bool):
-        return _mask_cause(call.arguments)
+        return OWN_MASK_CODE if _was_told(call) else MASK_WITHOUT_BOUNDARIES
     names = f"{place.class_name} {place.name}".lower()
     if "attention" in names or "attn" in names:
         return OWN_MASK_CODE
     return ROW_STATISTICS
+
+
+def _was_told(call: Call) -> bool:
+    """Whether offsets reached an attention whose key reads them."""
+    key = attention_key(getattr(call.module, "config", None))
+    arrived = all(call.arguments.get(name) is not None for name in VARLEN_KEYS)
+    return arrived and key is not None and reads_varlen_kwargs(key)
 
 
 def _is_recurrent(place: Place, module: nn.Module) -> bool:
@@ -147,12 +150,3 @@ def _is_recurrent(place: Place, module: nn.Module) -> bool:
         return False
     kinds = mask_kinds(place.layer_type) or {}
     return "recurrent" in kinds.values()
-
-
-def _mask_cause(arguments: dict[str, Any]) -> Cause:
-    mask = arguments.get("attention_mask")
-    if all(arguments.get(name) is not None for name in VARLEN_KEYS):
-        return OWN_MASK_CODE
-    if isinstance(mask, LazyMask) and mask.recipe.attention_mask is not None:
-        return OWN_PADDING_MASK
-    return MASK_WITHOUT_POSITIONS

@@ -59,3 +59,18 @@ def test_what_cannot_be_exact_is_refused_before_the_first_step(model_type):
     for run in audit_type(model_type, ["neat_varlen"])["runs"]:
         assert run["verdict"] in ("exact", "refused"), run["reason"]
         assert run["verdict"] == "exact" or "apart" in run["reason"]
+
+
+@pytest.mark.parametrize("model_type", ["opt", "bloom", "mpt", "gpt_neo", "gpt2"])
+def test_c09_models_without_positions_are_exact_or_refused_with_the_reason(model_type):
+    for run in audit_type(model_type, ["sdpa", "eager"])["runs"]:
+        assert run["verdict"] in ("exact", "refused"), run["reason"]
+        assert run["verdict"] == "exact" or "ForCausalLM" in run["reason"]
+
+
+@pytest.mark.parametrize(
+    "model_type", ["xlm-roberta", "camembert:masked", "mpnet:masked", "esm:masked"]
+)
+def test_c16_positions_behind_the_padding_entry_are_the_models_own(model_type):
+    for run in audit_type(model_type, ["neat_varlen"])["runs"]:
+        assert run["verdict"] == "exact", run["reason"]
