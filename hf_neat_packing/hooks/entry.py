@@ -17,6 +17,7 @@ from .running import (
     BOUNDARY_KEYS,
     Frame,
     RowLayout,
+    Scope,
     carry_through_checkpoints,
     pop,
     push,
@@ -44,7 +45,7 @@ class _Entered(NamedTuple):
     plan: Regrouping | None = None
 
 
-class ModelEntry:
+class ModelEntry(Scope):
     """Hooks at the entry of a model; the scope of its forwards.
 
     For a packed batch they say where the documents are (`running`), keep a cache from being built, take away the
@@ -71,6 +72,7 @@ class ModelEntry:
 
     def attach(self) -> None:
         """Put the hooks on: at the root, and at every part inside that can be called with tokens by itself."""
+        self.attached = True
         for module in self.root.modules():
             parameters = forward_parameters(module) or {}
             if module is self.root or "input_ids" in parameters or "inputs_embeds" in parameters:
@@ -84,6 +86,7 @@ class ModelEntry:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.attached = False
         restore_checkpoints(self.root)
 
     def _enter(

@@ -27,7 +27,7 @@ from .regroup import (
     regroup,
     take,
 )
-from .running import BOUNDARY_KEYS, Frame, RowLayout, pop, push, read_layout, running, top
+from .running import BOUNDARY_KEYS, Frame, RowLayout, Scope, pop, push, read_layout, running, top
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -55,7 +55,7 @@ class PerDocument:
 
     def __init__(
         self,
-        scope: object,
+        scope: Scope,
         *,
         groups: Groups = near_lengths,
         masks: Literal["drop", "cut"] = "drop",

@@ -20,7 +20,7 @@ from ..documents import (
     document_map_from_position_ids,
     full_stream_cu_seqlens,
 )
-from ..errors import BoundaryError
+from ..errors import BoundaryError, UnsupportedModelError
 
 BOUNDARY_KEYS = (*VARLEN_KEYS, *METADATA_KEYS, DOCUMENT_MAP_KEY, "seq_idx")
 """Keyword arguments that say where documents begin."""
@@ -98,6 +98,16 @@ class RowLayout:
         return self.cached[key]  # type: ignore[no-any-return]
 
 
+class Scope:
+    """Whoever the boundaries of a forward are for.
+
+    Attributes:
+        attached: whether its hooks are on.
+    """
+
+    attached = True
+
+
 class Frame(NamedTuple):
     """One level of a running forward.
 
@@ -109,7 +119,7 @@ class Frame(NamedTuple):
         regrouped: whether the tokens inside lie otherwise than in the batch.
     """
 
-    scope: object
+    scope: Scope
     module: nn.Module
     layout: RowLayout | None
     stash: Any = None
@@ -137,7 +147,7 @@ def top() -> Frame | None:
     return frames[-1] if frames else None
 
 
-def running(scope: object) -> Frame | None:
+def running(scope: Scope) -> Frame | None:
     """Return the innermost level of a forward that belongs to a scope, or None outside of one."""
     return next((frame for frame in reversed(_FRAMES.get()) if frame.scope is scope), None)
 
@@ -149,6 +159,12 @@ class _WithFrames:
         self.function, self.frames = function, _FRAMES.get()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(frame.layout is not None and not frame.scope.attached for frame in self.frames):
+            raise UnsupportedModelError(
+                "Activations of a packed forward are computed again for its backward, but the hooks that kept its "
+                "documents apart have been removed since: the gradients would be those of mixed documents. Call "
+                "`backward()` first and `remove()` after it (inside the `with` block)."
+            )
         token = _FRAMES.set(self.frames)
         try:
             return self.function(*args, **kwargs)

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..hooks.entry import ModelEntry
 from ..wrappers import unwrap
-from .repairs import Removable, Repair
+from .base import Removable, Repair
 
 _UNSET = object()
 

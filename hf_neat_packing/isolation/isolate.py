@@ -5,30 +5,25 @@ heal it is taken off again. The last resort is the whole model on one document p
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from ..contract import PackingCapabilities
 from ..errors import UnsupportedModelError
+from ..hooks.running import Scope
 from ..wrappers import unwrap
 from .attached import Applied, Attached
+from .base import Repair
+from .conditions import undisturbed
 from .long_range import RotaryTablesPerDocument, TemperatureOfLongRows
-from .probe import BATCH_NORMS, ONE_ROW, TWO_ROWS, Probe, Verdict, contract_of, undisturbed
+from .mask_repairs import MarkOtherDocuments, MaskOtherDocuments, OwnAttention, takes_lazy_mask
+from .probe import BATCH_NORMS, ONE_ROW, TWO_ROWS, ForwardRaised, Probe, Verdict, contract_of
 from .record import ModuleCall
-from .repairs import (
-    MarkOtherDocuments,
-    MaskOtherDocuments,
-    OwnAttention,
-    Repair,
-    RestartPositions,
-    candidates,
-    takes_lazy_mask,
-)
+from .repairs import RestartPositions, candidates
+from .report import IsolationReport
 from .search import EagerSearch, Search
 
-_MOST_SEARCHES = 40
+_MOST_SEARCHES = 400
 _PADDED = (
     "last resort: the whole model runs on one document per padded row, so every slot of padding up to the longest "
     "document of a batch costs as much as a token"
@@ -39,57 +34,6 @@ _LAST_RESORT = {
     "each": "last resort: the whole model runs once per distinct document length, as padding disturbs it too; a batch "
     "costs as many forwards as it has lengths",
 }
-
-
-@dataclass
-class IsolationReport:
-    """What `isolate` found, did and proved; `remove()` it, or use it as a context manager.
-
-    Hooks must outlive the last backward, because recomputed activations need them too.
-
-    Attributes:
-        model_class: name of the model's class.
-        attention_key: the attention that it runs.
-        before: the packed forward without repairs, against each document alone.
-        after: the same with them.
-        applied: the repairs, in the order in which they were found.
-        unpacked: whether the model runs on one document per padded row.
-        capabilities: the contract by which its batches are written.
-        notes: what is coupled across documents by design, and other things worth knowing.
-    """
-
-    model_class: str
-    attention_key: str | None
-    before: Verdict
-    after: Verdict
-    applied: tuple[Applied, ...]
-    unpacked: bool
-    capabilities: PackingCapabilities
-    notes: tuple[str, ...] = ()
-    _attached: Attached | None = field(default=None, repr=False)
-
-    def remove(self) -> None:
-        """Take everything off and leave the model as it was; a second call does nothing."""
-        if self._attached is not None:
-            self._attached.remove()
-
-    def __enter__(self) -> "IsolationReport":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
-
-    def __str__(self) -> str:
-        lines = [f"{self.model_class} under {self.attention_key!r}"]
-        if not self.applied and not self.unpacked:
-            lines.append("  keeps documents apart as it is; its only hook is at its entry")
-        for part in self.applied:
-            what = f"{part.module_class} ({len(part.modules)}): {part.repair}"
-            lines.append(f"  {what}; costs {part.cost}")
-        lines.append(f"  before: {self.before}")
-        lines.append(f"  after: {self.after}")
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
 
 
 def isolate(model: nn.Module, *, seed: int = 0) -> IsolationReport:
@@ -235,31 +179,38 @@ class _Isolation:
         return found
 
     def _alike(self, call: ModuleCall, repair: Repair) -> list[tuple[str, nn.Module]]:
-        """List the modules of the found one's class that do not carry the repair yet."""
+        """List the modules that the repair is for: those of the found one's class, where a class has one job."""
+        one_job = repair.for_whole_class and not type(call.module).__module__.startswith("torch.")
         return [
             (name, module)
             for name, module in self.inner.named_modules()
-            if type(module) is type(call.module) and not self.attached.has(name, repair.name)
+            if (name == call.name or (one_job and type(module) is type(call.module)))
+            and not self.attached.has(name, repair.name)
         ]
 
     def _search(self) -> None:
         """Repair one kind of module after the other, until the row parts nowhere any more.
 
-        A forward that raises ends the search; the check that follows tells.
+        A forward that raises in a module is repaired there; one that cannot be ends the search, and the check that
+        follows tells.
         """
         try:
             search = Search(self.probe)
-            for _ in range(_MOST_SEARCHES):
-                packed = search.packed()
-                call = search.first(packed)
-                if call is None or call.module is self.inner:
+        except ForwardRaised:
+            return
+        for _ in range(_MOST_SEARCHES):
+            try:
+                call = search.first(search.packed())
+            except ForwardRaised as raised:
+                call = raised.call
+                if call is None or call.module is self.inner or not self._repair(search, call):
+                    self.notes.append(f"a packed row {Verdict(0, 0, raised.cause)}")
                     return
-                if not self._repair(search, call):
-                    search.skip.add(call.name)
-        except Exception as raised:
-            self.notes.append(
-                f"the search for its cause ended with {type(raised).__name__}: {raised}"
-            )
+                continue
+            if call is None or call.module is self.inner:
+                return
+            if not self._repair(search, call):
+                search.skip.add(call.name)
 
     def _repair(self, search: Search, call: ModuleCall) -> bool:
         if _is_whole_model(call):
@@ -268,14 +219,14 @@ class _Isolation:
             call.module,
             call.arguments,
             reads_offsets=self.probe.reads_offsets,
-            place_only=search.depends_on_place_only(call),
+            place_only=call.output is not None and search.depends_on_place_only(call),
         )
         return self._apply(call, kinds, search)
 
     def _apply(
         self,
         call: ModuleCall,
-        kinds: Sequence[Callable[[object], Repair]],
+        kinds: Sequence[Callable[[Scope], Repair]],
         search: Search | EagerSearch,
     ) -> bool:
         """Put the first repair that heals on all modules of the found one's class."""

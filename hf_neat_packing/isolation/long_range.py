@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModelError
 from ..hooks.recurrent import PerDocument
 from ..hooks.running import RowLayout
-from .repairs import Removable, Repair
+from .base import Removable, Repair
 
 
 class TemperatureOfLongRows(Repair):

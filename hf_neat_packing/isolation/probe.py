@@ -3,14 +3,12 @@
 Legend: `B` rows, `S` tokens in a row, `V` values per token.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._compat import attention_key
 from ..capabilities import get_model_attn_implementation, get_packing_capabilities
 from ..contract import DOCUMENT_MAP_KEY, PackingCapabilities, varlen_kwargs_from_document_map
 from ..documents import position_ids_from_document_map, seq_idx_from_document_map
@@ -18,6 +16,7 @@ from ..errors import UnsupportedModelError
 from ..layouts import reads_varlen_kwargs
 from ..masks import masks_for
 from ..wrappers import forward_parameters, takes_any_keyword, unwrap
+from .conditions import plain_ids, under_eager
 from .record import ModuleCall, Recording, relative_difference
 
 ONE_ROW = ((7, 1, 5),)
@@ -77,6 +76,19 @@ class Verdict(NamedTuple):
         )
 
 
+class ForwardRaised(Exception):
+    """A forward of a probe raised.
+
+    Attributes:
+        cause: what it raised.
+        call: the module in which it did, or None where it was never entered.
+    """
+
+    def __init__(self, cause: Exception, call: ModuleCall | None) -> None:
+        super().__init__(str(cause))
+        self.cause, self.call = cause, call
+
+
 class Probe:
     """Runs a model on tiny documents, alone and packed.
 
@@ -99,7 +111,7 @@ class Probe:
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.tolerance = max(1e-3, 20 * torch.finfo(dtype).eps)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._ids = _plain_ids(self.inner)
+        self._ids = plain_ids(self.inner)
         self._generator = torch.Generator().manual_seed(seed)
         self._parameters = forward_parameters(self.inner) or {}
 
@@ -186,7 +198,10 @@ class Probe:
     def recorded(self, inputs: Mapping[str, Any]) -> tuple[list[ModuleCall], Tensor]:
         """Run the model and record every module."""
         with Recording(self.inner) as recording:
-            values = self.values(inputs)
+            try:
+                values = self.values(inputs)
+            except Exception as raised:
+                raise ForwardRaised(raised, recording.unfinished()) from raised
         return recording.calls, values
 
     def judge(self, sample: Sample) -> Verdict:
@@ -259,80 +274,8 @@ def contract_of(model: nn.Module) -> PackingCapabilities:
     return get_packing_capabilities(get_model_attn_implementation(model), model)
 
 
-@contextmanager
-def under_eager(model: nn.Module, switch: bool = True) -> Iterator[bool]:
-    """Run a model by its own eager attention for a while; yields whether it has configs that choose it."""
-    if not switch:
-        yield False
-        return
-    configs: dict[int, tuple[Any, str]] = {}
-    for module in model.modules():
-        config = vars(module).get("config")
-        if (key := attention_key(config)) is not None:
-            configs.setdefault(id(config), (config, key))
-        for name in getattr(config, "sub_configs", {}):
-            part = getattr(config, name, None)
-            if (key := attention_key(part)) is not None:
-                configs.setdefault(id(part), (part, key))
-    try:
-        for config, _ in configs.values():
-            config.update({"_attn_implementation": "eager"})
-        yield bool(configs)
-    finally:
-        # A config sets the configs inside it too, so outer ones go first.
-        for config, key in configs.values():
-            config.update({"_attn_implementation": key})
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run forwards in eval mode and leave modes, buffers and random state as they were."""
-    modes = {module: module.training for module in model.modules()}
-    buffers = [
-        (module, name, value, value.clone())
-        for module in model.modules()
-        for name, value in module.named_buffers(recurse=False)
-    ]
-    with torch.random.fork_rng(enabled=True):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-            with torch.no_grad():
-                for module, name, value, copied in buffers:
-                    value.copy_(copied)
-                    setattr(module, name, value)
-
-
 def _every_second(parity: int) -> Callable[[int], bool]:
     return lambda number: number % 2 == parity
-
-
-def _plain_ids(model: Any) -> Tensor:
-    """List token ids that no config of the model calls special, a few thousand at most."""
-    table = getattr(model, "get_input_embeddings", lambda: None)()
-    if table is None:
-        table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
-    config = getattr(model, "config", None)
-    size = getattr(table, "num_embeddings", None) or getattr(config, "vocab_size", None) or 128
-    special = set(_special_ids(config))
-    ids = [token for token in range(min(int(size), 4096)) if token not in special]
-    return torch.tensor(ids[3:] if len(ids) > 16 else ids)
-
-
-def _special_ids(config: Any) -> Iterator[int]:
-    if config is None:
-        return
-    values: Iterable[tuple[str, Any]] = vars(config).items()
-    for name, value in values:
-        if name.endswith(("token_id", "token_index", "token_ids")):
-            yield from [
-                v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)
-            ]
-        elif hasattr(value, "to_dict"):
-            yield from _special_ids(value)
 
 
 def _values(output: Any, rows: int, length: int) -> Tensor | None:

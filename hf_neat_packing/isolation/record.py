@@ -40,14 +40,16 @@ class Recording:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.calls: list[ModuleCall] = []
-        self._open: dict[int, list[Any]] = {}
+        self._entered: list[tuple[str, nn.Module, Any]] = []
         self._counts: dict[str, int] = {}
 
     def __enter__(self) -> "Recording":
         self._handles = []
         for name, module in self.model.named_modules():
             self._handles += [
-                module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+                module.register_forward_pre_hook(
+                    self._enterer(name), with_kwargs=True, prepend=True
+                ),
                 module.register_forward_hook(self._leaver(name)),
             ]
         return self
@@ -56,17 +58,31 @@ class Recording:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _regrouped():
-            self._open.setdefault(id(module), []).append((_copied(args), _copied(kwargs)))
+    def unfinished(self) -> ModuleCall | None:
+        """Return the call that was entered last and never left: where a forward raised."""
+        if not self._entered:
+            return None
+        name, module, arguments = self._entered[-1]
+        return ModuleCall(name, module, self._counts.get(name, 0), arguments, None)
+
+    def _enterer(self, name: str) -> Any:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not _regrouped():
+                self._entered.append((name, module, (_copied(args), _copied(kwargs))))
+
+        return enter
 
     def _leaver(self, name: str) -> Any:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if _regrouped() or not self._open.get(id(module)):
+            if _regrouped():
                 return
+            places = [at for at, entry in enumerate(self._entered) if entry[1] is module]
+            if not places:
+                return
+            del self._entered[places[-1] + 1 :]  # calls that raised, and were caught by the model
             number = self._counts.get(name, 0)
             self._counts[name] = number + 1
-            arguments = self._open[id(module)].pop()
+            arguments = self._entered.pop()[2]
             self.calls.append(ModuleCall(name, module, number, arguments, _copied(output)))
 
         return leave
@@ -174,7 +190,8 @@ def _difference(
 
 
 def _counts_the_row(value: Tensor) -> bool:
-    if value.is_floating_point() or value.ndim == 0 or value.shape[-1] < 2:
+    whole = not (value.is_floating_point() or value.is_complex())
+    if not whole or value.ndim == 0 or value.shape[-1] < 2:
         return False
     return bool((value.long().diff(dim=-1) == 1).all())
 
@@ -183,6 +200,8 @@ def relative_difference(one: Tensor, other: Tensor) -> float:
     """Largest difference of two tensors relative to the largest value; inf where one is not finite."""
     if one.numel() == 0:
         return 0.0
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
     one, other = one.double(), other.double()
     difference = float((one - other).abs().max())
     if difference != difference or not torch.isfinite(one).equal(torch.isfinite(other)):

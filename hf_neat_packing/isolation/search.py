@@ -3,7 +3,8 @@
 Legend: `S` tokens in a row.
 """
 
-from .probe import Probe, under_eager
+from .conditions import under_eager
+from .probe import Probe
 from .record import ModuleCall, first_parting, outputs_part
 
 

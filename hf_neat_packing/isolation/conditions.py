@@ -1,0 +1,82 @@
+"""What a probe needs of a model: ordinary token ids, its own eager attention, and nothing left behind."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._compat import attention_key
+
+
+@contextmanager
+def under_eager(model: nn.Module, switch: bool = True) -> Iterator[bool]:
+    """Run a model by its own eager attention for a while; yields whether it has configs that choose it."""
+    if not switch:
+        yield False
+        return
+    configs: dict[int, tuple[Any, str]] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if (key := attention_key(config)) is not None:
+            configs.setdefault(id(config), (config, key))
+        for name in getattr(config, "sub_configs", {}):
+            part = getattr(config, name, None)
+            if (key := attention_key(part)) is not None:
+                configs.setdefault(id(part), (part, key))
+    try:
+        for config, _ in configs.values():
+            config.update({"_attn_implementation": "eager"})
+        yield bool(configs)
+    finally:
+        # A config sets the configs inside it too, so outer ones go first.
+        for config, key in configs.values():
+            config.update({"_attn_implementation": key})
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run forwards in eval mode and leave modes, buffers and random state as they were."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = [
+        (module, name, value, value.clone())
+        for module in model.modules()
+        for name, value in module.named_buffers(recurse=False)
+    ]
+    with torch.random.fork_rng(enabled=True):
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            with torch.no_grad():
+                for module, name, value, copied in buffers:
+                    value.copy_(copied)
+                    setattr(module, name, value)
+
+
+def plain_ids(model: Any) -> Tensor:
+    """List token ids that no config of the model calls special, a few thousand at most."""
+    table = getattr(model, "get_input_embeddings", lambda: None)()
+    if table is None:
+        table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    config = getattr(model, "config", None)
+    size = getattr(table, "num_embeddings", None) or getattr(config, "vocab_size", None) or 128
+    special = set(_special_ids(config))
+    ids = [token for token in range(min(int(size), 4096)) if token not in special]
+    return torch.tensor(ids[3:] if len(ids) > 16 else ids)
+
+
+def _special_ids(config: Any) -> Iterator[int]:
+    if config is None:
+        return
+    values: Iterable[tuple[str, Any]] = vars(config).items()
+    for name, value in values:
+        if name.endswith(("token_id", "token_index", "token_ids")):
+            yield from [
+                v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)
+            ]
+        elif hasattr(value, "to_dict"):
+            yield from _special_ids(value)

@@ -1,0 +1,58 @@
+"""What `isolate` did to a model, and how it comes off again."""
+
+from dataclasses import dataclass, field
+
+from ..contract import PackingCapabilities
+from .attached import Applied, Attached
+from .probe import Verdict
+
+
+@dataclass
+class IsolationReport:
+    """What `isolate` found, did and proved; `remove()` it, or use it as a context manager.
+
+    Hooks must outlive the last backward, because recomputed activations need them too.
+
+    Attributes:
+        model_class: name of the model's class.
+        attention_key: the attention that it runs.
+        before: the packed forward without repairs, against each document alone.
+        after: the same with them.
+        applied: the repairs, in the order in which they were found.
+        unpacked: whether the model runs on one document per padded row.
+        capabilities: the contract by which its batches are written.
+        notes: what is coupled across documents by design, and other things worth knowing.
+    """
+
+    model_class: str
+    attention_key: str | None
+    before: Verdict
+    after: Verdict
+    applied: tuple[Applied, ...]
+    unpacked: bool
+    capabilities: PackingCapabilities
+    notes: tuple[str, ...] = ()
+    _attached: Attached | None = field(default=None, repr=False)
+
+    def remove(self) -> None:
+        """Take everything off and leave the model as it was; a second call does nothing."""
+        if self._attached is not None:
+            self._attached.remove()
+
+    def __enter__(self) -> "IsolationReport":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        lines = [f"{self.model_class} under {self.attention_key!r}"]
+        if not self.applied and not self.unpacked:
+            lines.append("  keeps documents apart as it is; its only hook is at its entry")
+        for part in self.applied:
+            what = f"{part.module_class} ({len(part.modules)}): {part.repair}"
+            lines.append(f"  {what}; costs {part.cost}")
+        lines.append(f"  before: {self.before}")
+        lines.append(f"  after: {self.after}")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
