@@ -15,6 +15,7 @@ from ._compat import DataCollatorWithFlattening
 from .capabilities import model_capabilities
 from .columns import ColumnRule
 from .contract import (
+    DEFAULT_PACKED_SEQUENCE_CONTRACT,
     DOCUMENT_MAP_KEY,
     PackedSequenceContract,
     PackingCapabilities,
@@ -235,9 +236,8 @@ def _resolve(
         return model_capabilities(model)
     if contract is None and attn_implementation is None:
         return _VARLEN
-    return as_packing_capabilities(
-        resolve_packing_contract(contract or _VARLEN, attn_implementation)
-    )
+    given = DEFAULT_PACKED_SEQUENCE_CONTRACT if contract is None else contract
+    return as_packing_capabilities(resolve_packing_contract(given, attn_implementation))
 
 
 def _accepted_keys(model: torch.nn.Module | None) -> frozenset[str] | None:

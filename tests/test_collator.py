@@ -331,3 +331,13 @@ def test_seq_idx_numbers_the_segments_of_each_row():
     assert batch["seq_idx"].dtype == torch.int32
     assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 2, 3, 3, 3]]
     assert torch.equal(batch["seq_idx"], seq_idx_from_document_map(batch["_packed_seq_ids"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "layout"),
+    [("eager", "additive_4d"), ("sdpa", "bool_4d"), ("flash_attention_2", "varlen")],
+)
+def test_the_deprecated_keyword_decides_where_nothing_else_does(key, layout):
+    with pytest.warns(DeprecationWarning, match="attn_implementation"):
+        collator = DataCollatorForNeatPacking(attn_implementation=key)
+    assert collator.capabilities.layout == layout
