@@ -95,6 +95,14 @@ class PackingPlan:
         return classes_lower_bound(length_classes(self.lengths), self.max_length)
 
     @property
+    def split_documents(self) -> frozenset[int]:
+        """Documents that became several pieces."""
+        if self.starts is None:
+            return frozenset()
+        documents, pieces = np.unique(self.indices, return_counts=True)
+        return frozenset(documents[pieces > 1].tolist())
+
+    @property
     def report(self) -> PackingReport:
         """The figures of this plan, computed when asked for."""
         return report_on(
@@ -132,6 +140,11 @@ class PackingPlan:
     def _arrays(self) -> tuple[IntArray, ...]:
         starts = self.offsets[:0] if self.starts is None else self.starts
         return self.indices, self.offsets, self.lengths, starts
+
+    def _repr_html_(self) -> str:
+        from hf_neat_packing.planning.html import plan_html
+
+        return plan_html(self)
 
     def __repr__(self) -> str:
         lost = self.accounting.tokens - self.accounting.tokens_kept
