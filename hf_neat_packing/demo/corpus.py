@@ -20,8 +20,8 @@ def stdlib_functions(folder: Path | None = None) -> list[str]:
         folder: The library to read; the running interpreter's own by default.
 
     Returns:
-        One text a function, decorators and comments included, indented as at the top of a file,
-        in the order of file names and lines.
+        One text a function, decorators and comments included, less the indentation that all its
+        lines share, in the order of file names and lines.
 
     Raises:
         ColumnError: If there is no function to be found.
