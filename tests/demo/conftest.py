@@ -11,22 +11,6 @@ import hf_neat_packing  # noqa: F401  # registers neat_varlen
 from hf_neat_packing.demo.tokenizer import demo_tokenizer
 
 WORDS = ["def", "return", "self", "import", "for", "in", "if", "else", "print", "yield", "class"]
-    "def",
-    "return",
-    "self",
-    "import",
-    "for",
-    "in",
-    "if",
-    "else",
-    "print",
-    "yield",
-    "class",
-    "with",
-    "open",
-    "read",
-    "write",
-]
 
 
 @pytest.fixture(autouse=True)
