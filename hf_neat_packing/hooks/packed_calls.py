@@ -153,10 +153,13 @@ class _Stamp(torch.autograd.Function):
         return grad, None
 
 
+# Document lengths differ in every batch: a compiled graph would be made anew for each.
+@torch.compiler.disable
 def _sdpa(armed: Armed, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return _stamped(packed_attention(armed, *args, **kwargs), armed)
 
 
+@torch.compiler.disable
 def _multihead(
     armed: Armed, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:

@@ -145,10 +145,12 @@ def _saved_with(forward: Forward, outer: PackHooks | None) -> saved_tensors_hook
     """Make hooks that pack the boundaries of `forward` beside each saved tensor, over those in force."""
     outer_pack, outer_unpack = outer if outer is not None else (None, None)
 
+    @torch.compiler.disable
     def pack(tensor: Tensor) -> tuple[Armed, Any]:
         # Without `detach` an output that its own node saves would keep the graph alive in a cycle.
         return forward.armed, tensor.detach() if outer_pack is None else outer_pack(tensor)
 
+    @torch.compiler.disable
     def unpack(packed: tuple[Armed, Any]) -> Tensor:
         armed, saved = packed
         _remember_recompute(weakref.ref(armed))

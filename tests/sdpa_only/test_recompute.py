@@ -389,6 +389,27 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_twice(recompute):
         assert torch.equal(attached, layer(hidden, batches[0][0]["position_ids"]))
 
 
+@pytest.mark.parametrize("where", ["model", "attention"])
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non_reentrant"])
+def test_compiled_models_and_layers_follow_the_boundaries_of_each_batch(recompute, where):
+    torch.compiler.reset()
+    model, reference = Decoder(layers=1, recompute=recompute), Decoder(layers=1)
+    compiled = model
+    if where == "model":
+        compiled = torch.compile(model, backend="eager")
+    else:
+        for layer in model.layers:
+            layer.self_attn.compile(backend="eager")
+    maps = [MAPS["full"], OTHER_LENGTHS]
+    batches = [make_batch(document_map, seed) for seed, document_map in enumerate(maps)]
+    expected = [alone(reference, batch, upstream)[1] for batch, upstream in batches]
+    with pack_sdpa_only_model(model):
+        outputs = [compiled(**batch) for batch, _ in batches]
+        for index, output in enumerate(outputs):
+            output.backward(batches[index][1])
+            assert difference(gradients(model), expected[index]) < CLOSE
+
+
 class InnerCheckpoint(nn.Module):
     """Checkpoints inside its attention, where no module call would be hooked again."""
 
