@@ -45,8 +45,7 @@ class PackedBatch:
         per_document: per-document columns, `[N]` in document order, or lists of what is no number.
         media: media columns, joined on dimension 0 in document order.
         document_map: int64 `[B, S]`, 1-based in each row, 0 in the tail.
-        position_ids: int64 `[B, S]`, restarting in each document and in the tail; `[R, B, S]` for models
-            that number tokens on several axes.
+        position_ids: int64 `[B, S]` or `[R, B, S]`, restarting in each document and in the tail.
         cu_seqlens: int32 `[segments + 1]`, offsets of the full stream: every document, and the
             tail of every row as one segment.
         max_seqlen: tokens of the longest segment.

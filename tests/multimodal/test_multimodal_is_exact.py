@@ -8,6 +8,7 @@ from tiny_vlms import (
     VIDEO,
     gemma_image,
     gemma_text,
+    prefix_document,
     text,
     tiny_vlm,
     with_images,
@@ -181,3 +182,20 @@ def test_an_image_with_as_many_patches_as_the_row_has_tokens_is_not_cut(name):
     assert batch["_packed_seq_ids"].shape == (1, 16)
     assert len(batch["pixel_values"]) == 16
     assert parity_excess(packed, alone, documents, batch) <= 1
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_prefix_that_sees_both_ways_ends_with_its_document(key):
+    packed, alone = tiny_vlm("paligemma", key), tiny_vlm("paligemma", "eager")
+    documents = [
+        prefix_document(3, 4, seed=1),
+        prefix_document(2, 0, seed=2),
+        prefix_document(0, 3, seed=3),
+    ]
+    collator = DataCollatorForNeatPacking(packed)
+    batch = collator(documents)
+    assert parity_excess(packed, alone, documents, batch) <= 1
+    assert leaking_documents(packed, documents, collator, PLACEHOLDERS) == []
+    causal = {**batch, "token_type_ids": torch.ones_like(batch["token_type_ids"])}
+    if key == "neat_varlen":
+        assert parity_excess(packed, alone, documents, causal) > 100

@@ -6,6 +6,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -86,12 +88,24 @@ def _gemma3():
     )  # fmt: skip
 
 
+def _paligemma():
+    text = {**_TEXT, "model_type": "gemma", "head_dim": 8}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "vision_use_head": False,
+    }  # fmt: skip
+    return PaliGemmaConfig(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, projection_dim=32
+    )
+
+
 _MODELS = {
     "qwen2_vl": (_qwen2_vl, Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (_qwen2_5_vl, Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (_qwen3_vl, Qwen3VLForConditionalGeneration),
     "glm4v": (_glm4v, Glm4vForConditionalGeneration),
     "gemma3": (_gemma3, Gemma3ForConditionalGeneration),
+    "paligemma": (_paligemma, PaliGemmaForConditionalGeneration),
 }
 GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
 
@@ -177,3 +191,13 @@ def gemma_image(before, images, after, seed=0):
 def gemma_text(length, seed=0):
     """A document of text with its token types."""
     return {**text(length, seed), "token_type_ids": [0] * length}
+
+
+def prefix_document(prefix, suffix, seed):
+    """A document for PaliGemma: an image and a prefix that see both ways, and a causal suffix."""
+    ids = text(prefix + suffix, seed)["input_ids"]
+    return {
+        "input_ids": [IMAGE] * 4 + ids,
+        "token_type_ids": [0] * (4 + prefix) + [1] * suffix,
+        "pixel_values": torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(seed)),
+    }
