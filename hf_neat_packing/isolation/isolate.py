@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..capabilities import get_model_attn_implementation
 from ..errors import UnsupportedModelError
 from ..hooks.running import Scope
 from ..wrappers import unwrap
@@ -20,7 +21,7 @@ from .mask_repairs import MarkOtherDocuments, MaskOtherDocuments, OwnAttention, 
 from .probe import BATCH_NORMS, ONE_ROW, TWO_ROWS, ForwardRaised, Probe, Verdict, contract_of
 from .record import ModuleCall
 from .repairs import RestartPositions, candidates
-from .report import IsolationReport
+from .report import IsolationReport, isolation_of
 from .search import EagerSearch, Search
 
 _MOST_SEARCHES = 400
@@ -49,7 +50,7 @@ def isolate(model: nn.Module, *, seed: int = 0) -> IsolationReport:
         seed: of the token ids that are tried.
 
     Returns:
-        The report; it holds the hooks.
+        The report; it holds the hooks. A model that carries them already keeps them.
 
     Raises:
         ContractError: an attention key whose form of boundaries is not known.
@@ -60,10 +61,16 @@ def isolate(model: nn.Module, *, seed: int = 0) -> IsolationReport:
         ...     loss = model(**collator(documents)).loss
         ...     loss.backward()
     """
+    if (known := isolation_of(model)) is not None:
+        if known.attention_key == get_model_attn_implementation(model):
+            return known
+        known.remove()
     attached = Attached(model)
     try:
         with undisturbed(unwrap(model)):
-            return _Isolation(model, attached, seed).run()
+            report = _Isolation(model, attached, seed).run()
+        report.register()
+        return report
     except BaseException:
         attached.remove()
         raise
@@ -281,4 +288,4 @@ def _coupled_by_design(model: Any) -> list[str]:
     return notes
 
 
-__all__ = ["Applied", "IsolationReport", "isolate"]
+__all__ = ["Applied", "IsolationReport", "isolate", "isolation_of"]

@@ -1,10 +1,32 @@
 """What `isolate` did to a model, and how it comes off again."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
 
 from ..contract import PackingCapabilities
+from ..wrappers import entry_module, unwrap
 from .attached import Applied, Attached
 from .probe import Verdict
+
+_REGISTRY = "_neat_packing_isolation"
+
+
+def isolation_of(model: nn.Module) -> "IsolationReport | None":
+    """Return the report of the hooks that `isolate` put on a model, or None.
+
+    Args:
+        model: the model, in any number of wrappers.
+    """
+    return next(
+        (
+            vars(module)[_REGISTRY]
+            for module in (model, entry_module(model), unwrap(model))
+            if _REGISTRY in vars(module)
+        ),
+        None,
+    )
 
 
 @dataclass
@@ -37,7 +59,26 @@ class IsolationReport:
     def remove(self) -> None:
         """Take everything off and leave the model as it was; a second call does nothing."""
         if self._attached is not None:
+            if vars(self._attached.entry.root).get(_REGISTRY) is self:
+                del self._attached.entry.root.__dict__[_REGISTRY]
             self._attached.remove()
+
+    def register(self) -> None:
+        """Let `isolation_of` find this report on its model."""
+        if self._attached is not None:
+            self._attached.entry.root.__dict__[_REGISTRY] = self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold: everything but the hooks."""
+        return {
+            "model_class": self.model_class,
+            "attention_key": self.attention_key,
+            "before": str(self.before),
+            "after": str(self.after),
+            "applied": [asdict(part) for part in self.applied],
+            "unpacked": self.unpacked,
+            "notes": list(self.notes),
+        }
 
     def __enter__(self) -> "IsolationReport":
         return self

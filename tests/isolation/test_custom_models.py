@@ -1,5 +1,7 @@
 """`isolate` on models that nobody has seen: what it finds, heals, refuses, and leaves behind."""
 
+import json
+
 import pytest
 import torch
 from isolation.mixing_models import (
@@ -17,7 +19,7 @@ from hf_neat_packing.collator import DataCollatorForNeatPacking
 from hf_neat_packing.contract import PackingCapabilities
 from hf_neat_packing.errors import UnsupportedModelError
 from hf_neat_packing.hooks.recurrent import run_per_document
-from hf_neat_packing.isolation import isolate
+from hf_neat_packing.isolation import isolate, isolation_of
 
 LENGTHS = [7, 1, 12, 5, 9]
 
@@ -200,3 +202,40 @@ def test_a_forward_that_raises_leaves_no_boundaries_behind():
         ids = docs[0][None]
         assert torch.equal(model(input_ids=ids), tiny(Recurrent())(input_ids=ids))
         assert torch.equal(values(model(**batch_of(docs))), expected)
+
+
+def test_a_second_call_keeps_the_hooks_that_are_there():
+    model = tiny(Recurrent())
+    report = isolate(model)
+    hooks = sum(len(m._forward_pre_hooks) for m in model.modules())
+    assert isolate(model) is report
+    assert isolation_of(model) is report
+    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == hooks
+    assert "Recurrent" not in json.dumps(report.to_dict())
+    assert "GRU" in json.dumps(report.to_dict())
+    report.remove()
+    assert isolation_of(model) is None
+
+
+class NamesItsInputs(nn.Module):
+    """A forward without `**kwargs`, to which nothing could say where documents begin."""
+
+    packed_mask_type = "flash_varlen"
+
+    def __init__(self):
+        super().__init__()
+        self.model = tiny(Recurrent())
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.model(input_ids=input_ids)
+
+
+class NamesPositions(NamesItsInputs):
+    def forward(self, input_ids, position_ids=None):
+        return self.model(input_ids=input_ids)
+
+
+def test_a_forward_that_no_boundary_can_reach_is_refused():
+    with pytest.raises(UnsupportedModelError, match="NamesItsInputs"):
+        isolate(NamesItsInputs().eval())
+    assert isolate(NamesPositions().eval()).applied
