@@ -24,6 +24,7 @@ from .contract import (
     varlen_kwargs,
 )
 from .errors import ContractError, UnsupportedModelError
+from .joined_batch import join_packed_batch
 from .masks import masks_for
 from .metadata import build_packed_sequence_metadata
 from .multimodal import PositionIndex, media_layout
@@ -76,6 +77,8 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         position_ids_start: position of a document's first token; default: the model's.
         position_index: numbers the tokens of one document on several axes; default: the model's own
             `get_rope_index`. A function from its columns to int64 `[rows, tokens]`.
+        join_documents: let documents of a row see each other: True for whole rows, or the name of a
+            per-document column (`conversation_id`) whose equal values belong together.
         return_seq_idx: add `seq_idx`; default: where the contract asks for it.
         return_position_ids: leave False for models without positions.
         return_flash_attn_kwargs: must stay True; packed rows without boundaries would mix.
@@ -100,6 +103,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         separator_id: int = IGNORE_INDEX,
         position_ids_start: int | None = None,
         position_index: PositionIndex | None = None,
+        join_documents: bool | str = False,
         return_seq_idx: bool | None = None,
         return_position_ids: bool = True,
         return_flash_attn_kwargs: bool = True,
@@ -134,7 +138,10 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         self.row_length = row_length
         self.pad_to_multiple_of = pad_to_multiple_of
         self.pad_token_id = pad_token_id
+        self.join_documents = join_documents
         self.columns = dict(columns or {})
+        if isinstance(join_documents, str):
+            self.columns.setdefault(join_documents, "document")
         self.rows = rows
         if rows == "flat" and row_length is not None:
             raise ContractError(
@@ -180,6 +187,9 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             make_labels=self.shifts_labels,
             media=self.media,
         )
+        if self.join_documents:
+            by = self.join_documents if isinstance(self.join_documents, str) else None
+            packed = join_packed_batch(packed, by, position_start=self.position_ids_start)
         batch = packed.tokens | packed.per_document | packed.media
         if self.return_position_ids:
             batch["position_ids"] = packed.position_ids

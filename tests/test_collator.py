@@ -15,7 +15,7 @@ from transformers import DataCollatorWithFlattening, LlamaForSequenceClassificat
 from hf_neat_packing import DataCollatorForNeatPacking
 from hf_neat_packing.contract import PackingCapabilities
 from hf_neat_packing.documents import get_seqlens_in_batch, seq_idx_from_document_map
-from hf_neat_packing.errors import ColumnError, ContractError
+from hf_neat_packing.errors import BoundaryError, ColumnError, ContractError
 
 VARLEN_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 MAIN_KEYS = {"input_ids", "labels", "position_ids", "_packed_seq_ids"}
@@ -341,3 +341,34 @@ def test_the_deprecated_keyword_decides_where_nothing_else_does(key, layout):
     with pytest.warns(DeprecationWarning, match="attn_implementation"):
         collator = DataCollatorForNeatPacking(attn_implementation=key)
     assert collator.capabilities.layout == layout
+
+
+def test_joined_rows_are_one_document_with_running_positions():
+    batch = DataCollatorForNeatPacking(join_documents=True, row_length=8)([nested(3, 2), nested(4)])
+    assert batch["_packed_seq_ids"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]]
+    assert batch["position_ids"][0, :5].tolist() == [0, 1, 2, 3, 4]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 5, 8, 12, 16]
+    assert batch["labels"][0].tolist() == [-100, 11, 12, -100, 21, -100, -100, -100]
+
+
+def test_documents_of_one_conversation_are_joined_and_are_exact():
+    features = documents(3, 2, 4)
+    for feature, conversation in zip(features, ["a", "a", "b"], strict=True):
+        feature["conversation_id"] = conversation
+    model = tiny_model("llama")
+    batch = DataCollatorForNeatPacking(model, join_documents="conversation_id")(features)
+    assert "conversation_id" not in batch
+    assert batch["cu_seq_lens_q"].tolist() == [0, 5, 9]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
+    inputs = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
+    alone = tiny_model("llama", "eager")
+    assert parity_excess(model, alone, batch["input_ids"], [5, 4], inputs) <= 1
+    assert parity_excess(model, alone, batch["input_ids"], [3, 2, 4], inputs) > 100
+
+
+def test_joining_needs_its_column_and_neighbours():
+    with pytest.raises(ColumnError, match="conversation_id"):
+        DataCollatorForNeatPacking(join_documents="conversation_id")(documents(3, 2))
+    features = [d | {"conversation_id": c} for d, c in zip(documents(3, 2, 4), "aba", strict=True)]
+    with pytest.raises(BoundaryError, match="neighbours"):
+        DataCollatorForNeatPacking(join_documents="conversation_id")(features)
