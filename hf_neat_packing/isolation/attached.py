@@ -9,8 +9,6 @@ from ..hooks.entry import ModelEntry
 from ..wrappers import unwrap
 from .base import Removable, Repair
 
-_UNSET = object()
-
 
 @dataclass(frozen=True)
 class Applied:
@@ -42,12 +40,12 @@ class Attached:
         self.entry = ModelEntry(model)
         self.applied: list[Applied] = []
         self._handles: dict[Applied, list[Removable]] = {}
-        self._declared: Any = _UNSET
+        self._declared_before: tuple[Any] | None = None
         self.entry.attach()
 
     def declare_offsets(self) -> None:
         """Let batches be written with offsets: masks are made inside, where each layer's own is known."""
-        self._declared = vars(self.inner).get("packed_mask_type")
+        self._declared_before = (vars(self.inner).get("packed_mask_type"),)
         self.inner.packed_mask_type = "flash_varlen"
 
     def put_on(self, repair: Repair, modules: list[tuple[str, nn.Module]]) -> list[Removable]:
@@ -85,8 +83,8 @@ class Attached:
         """Take everything off and leave the model as it was."""
         self.take_off_repairs()
         self.entry.remove()
-        if self._declared is not _UNSET:
+        if self._declared_before is not None:
             del self.inner.packed_mask_type
-            if self._declared is not None:
-                self.inner.packed_mask_type = self._declared
-            self._declared = _UNSET
+            if self._declared_before[0] is not None:
+                self.inner.packed_mask_type = self._declared_before[0]
+            self._declared_before = None

@@ -1,5 +1,7 @@
 """Other ways to the same end: native boundaries, wrappers, half precision, boundaries that a model drops."""
 
+import copy
+
 import pytest
 import torch
 from isolation.mixing_models import HIDDEN, documents, tiny, values
@@ -10,7 +12,7 @@ from hf_neat_packing import DataCollatorForNeatPacking
 from hf_neat_packing.audit.zoo import tiny_model
 from hf_neat_packing.contract import PackingCapabilities
 from hf_neat_packing.hooks.running import read_layout
-from hf_neat_packing.isolation import isolate
+from hf_neat_packing.isolation import isolate, isolation_of
 
 LENGTHS = [7, 1, 12, 5, 9]
 
@@ -169,3 +171,33 @@ def test_positions_of_padded_or_cached_batches_are_not_read_as_documents():
     assert read_layout({"position_ids": positions, "past_key_values": object()}, (1, 5)) is None
     assert read_layout({"position_ids": positions}, (1, 5)).lengths == (1, 1, 3)
     assert read_layout({"position_ids": torch.arange(5)[None]}, (1, 5)) is None
+
+
+def test_a_copy_of_an_isolated_model_is_isolated_by_hooks_of_its_own():
+    model = tiny_model("lfm2", attn_implementation="neat_varlen")
+    docs = documents(LENGTHS)
+    truth = alone(model, docs)
+    report = isolate(model)
+    copied = copy.deepcopy(model)
+    report.remove()
+    assert error_of_leak(model, docs, truth) > 1e-2
+    assert error(copied, docs, truth) < 1e-5
+    isolation_of(copied).remove()
+    assert error_of_leak(copied, docs, truth) > 1e-2
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "deepseek_v32", "bart"])
+def test_a_transformers_model_is_as_it_was_after_removal(model_type):
+    model = tiny_model(model_type, attn_implementation="neat_varlen").train()
+    state = [dict(vars(module)) for module in model.modules()]
+    configs = [vars(module).get("config") for module in model.modules()]
+    keys = [config and config.to_dict() for config in configs]
+    isolate(model).remove()
+    for before, module in zip(state, model.modules(), strict=True):
+        assert vars(module).keys() == before.keys()
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert module.training
+    after = [vars(module).get("config") for module in model.modules()]
+    assert all(one is two for one, two in zip(configs, after, strict=True))
+    assert [config and config.to_dict() for config in after] == keys
