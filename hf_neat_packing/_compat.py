@@ -52,9 +52,11 @@ __all__ = [
     "DataCollatorWithFlattening",
     "FlashAttentionKwargs",
     "MaskPattern",
+    "PackHooks",
     "PreTrainedConfig",
     "assert_on_device",
     "attention_key",
+    "current_backward",
     "eager_mask",
     "environment",
     "flash_attention_mask",
@@ -68,6 +70,7 @@ __all__ = [
     "register_attention",
     "registered_attention",
     "registered_mask",
+    "saved_tensors_hooks_in_force",
     "sdpa_attention_forward",
     "sdpa_mask",
     "tables_by_row",
@@ -263,3 +266,20 @@ def environment() -> dict[str, str]:
         if cuda
         else (platform.processor() or platform.machine()),
     }
+
+
+PackHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+def current_backward() -> int:
+    """Return a number for the backward pass that this thread is executing, -1 outside of one.
+
+    torch has no public getter; `torch.utils.checkpoint` reads the same one (drop when there is).
+    """
+    return torch._C._current_graph_task_id()
+
+
+def saved_tensors_hooks_in_force() -> PackHooks | None:
+    """Return the innermost `saved_tensors_hooks` of this thread as `(pack, unpack)`, or None (as above)."""
+    hooks: PackHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks

@@ -158,7 +158,8 @@ def packed_attention(
             mask=None if attn_mask is None else _document_mask(attn_mask, rows),
         )
         output = _run(call, armed.backend)
-    return _scatter(output, rows, indices).unflatten(0, rows.shape).transpose(1, 2)
+    laid: Tensor = _scatter(output, rows, indices).unflatten(0, rows.shape)
+    return laid.transpose(1, 2)
 
 
 def _require_fit(armed: Armed, rows: PackedRows, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .._compat import current_backward, saved_tensors_hooks_in_force
 from ..errors import UnsupportedAttentionError, UnsupportedModelError
-from .autograd_state import current_backward, saved_tensors_hooks_in_force
 from .multihead import attended_shape, packed_multi_head_attention
 from .packed_attention import Armed, packed_attention
 from .packed_forward import current_forward, recompute, waiting
@@ -71,7 +71,7 @@ def open_call(module: nn.Module) -> None:
     forward = current_forward()
     if forward is None or (forward.inherited or forward).mode is None:
         call.mode = PackedAttentionMode()
-        call.mode.__enter__()
+        call.mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 def close_call(module: nn.Module, *, finished: bool) -> None:

@@ -100,7 +100,8 @@ def document_map_of_inputs(inputs: Mapping[str, Any]) -> Tensor | None:
         ContractError: some of the varlen kwargs without the others, or no tokens to read a shape from.
         BoundaryError: sources that disagree, or offsets that do not cover the rows.
     """
-    mask, document_map = inputs.get("attention_mask"), inputs.get(DOCUMENT_MAP_KEY)
+    mask: Any = inputs.get("attention_mask")
+    document_map: Tensor | None = inputs.get(DOCUMENT_MAP_KEY)
     if is_indexed_packed_mask(mask):
         if document_map is not None and not torch.equal(mask.to(document_map), document_map):  # type: ignore[union-attr]
             raise BoundaryError(

@@ -6,8 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
-from hf_neat_packing.dataset import materialize
-from hf_neat_packing.dataset import pack_dataset
+from hf_neat_packing.dataset import materialize, pack_dataset
 from hf_neat_packing.planning import PackingReport
 
 

@@ -34,7 +34,7 @@ KERNELS: dict[str, tuple[Callable[[VarlenCall], Tensor], Callable[[VarlenCall], 
     "explicit": (explicit.attention, _never_refuses),
     "reference": (lambda call: reference.attention(call).to(call.value.dtype), _never_refuses),
 }
-"""Name -> (function, what it cannot compute). In order of preference; `fa` is the package flash-attn, `reference` is for tests."""
+"""Name -> (function, what it cannot compute); `fa` is the package flash-attn, `reference` is for tests."""
 
 PREFERENCE = ("fa", "torch_varlen", "sdpa", "explicit")
 
