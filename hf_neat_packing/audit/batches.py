@@ -24,6 +24,7 @@ _BOUNDARY_KEYS = frozenset(
     {*VARLEN_KEYS, *METADATA_KEYS, DOCUMENT_MAP_KEY, "attention_mask", "position_ids", "seq_idx"}
 )
 _MAX_IDS = 4096
+_FALLBACK_IDS = 128
 
 
 @dataclass(frozen=True)
@@ -236,11 +237,10 @@ def random_documents(
     inner = unwrap(model)
     table = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
     weight = getattr(table, "weight", None)
-    size = (
-        weight.shape[0]
-        if isinstance(weight, Tensor)
-        else getattr(getattr(inner, "config", None), "vocab_size", 128)
-    )
+    named = getattr(getattr(inner, "config", None), "vocab_size", None)
+    # Tables may hold more than the tokens that labels can name.
+    sizes = [weight.shape[0]] if isinstance(weight, Tensor) else [_FALLBACK_IDS]
+    size = min([*sizes, named] if isinstance(named, int) else sizes)
     # The first ids are special by custom, also where no config says so.
     first = 5 if size > 5 + 2 * len(lengths) else 0
     special = special_ids(model)

@@ -4,6 +4,7 @@ Legend: `B` rows, `S` tokens in a row, `N` documents.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,9 +90,23 @@ def bitwise_isolation(
     if worst <= bound:
         words = f"changes move other documents by at most {worst:.1e}, within rounding; the gradients decide"
         return Check("isolation, bitwise", True, words, worst, bound), None
-    document = next(d for d, size in moved.items() if size > bound)
+    document = next(d for d, size in moved.items() if not size <= bound)
     words = f"changing document {document + 1} moves other documents by {worst:.2g}"
     return Check("isolation, bitwise", False, words, worst, 0.0), document
+
+
+def no_backward() -> Check:
+    """The documents alone have no gradients either: nothing to compare."""
+    return Check("isolation, gradients", None, "documents alone have no backward in this mode")
+
+
+@dataclass(frozen=True)
+class _Embedded:
+    """One call of a table of embeddings: what it was given and what it returned."""
+
+    module: nn.Module
+    ids: Tensor
+    output: Tensor
 
 
 def gradient_isolation(
@@ -107,14 +122,15 @@ def gradient_isolation(
     Returns:
         The check, and the first document whose output depends on another one.
     """
-    captured: list[tuple[Tensor, Tensor]] = []
+    captured: list[_Embedded] = []
 
     def capture(module: nn.Module, args: Any, output: Any) -> None:
-        if args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
+        # Some tables of positions are given a mask.
+        if args and isinstance(args[0], Tensor) and args[0].dtype in (torch.int64, torch.int32):
             if output.is_leaf and not output.requires_grad:
                 output.requires_grad_()
             output.retain_grad()
-            captured.append((args[0], output))
+            captured.append(_Embedded(module, args[0], output))
 
     handles = [
         module.register_forward_hook(capture)
@@ -126,12 +142,13 @@ def gradient_isolation(
     finally:
         for handle in handles:
             handle.remove()
+    captured = _of_tokens(captured, packed.input_ids)
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(values.shape[-1], generator=generator).to(values)
     connected, largest, checked = None, 0.0, 0
     for document in documents:
-        for _, embedded in captured:
-            embedded.grad = None
+        for call in captured:
+            call.output.grad = None
         span = packed.spans[document]
         try:
             (span.of(values) * weights).sum().backward(retain_graph=True)
@@ -154,7 +171,7 @@ def gradient_isolation(
 
 
 def _foreign_gradient(
-    packed: PackedInputs, document: int, captured: list[tuple[Tensor, Tensor]]
+    packed: PackedInputs, document: int, captured: Sequence[_Embedded]
 ) -> tuple[float, int]:
     """Largest gradient at the embeddings of other documents, and how many tokens were looked at."""
     ids = packed.input_ids
@@ -164,23 +181,29 @@ def _foreign_gradient(
         sorted(set(ids[packed.others(document)].tolist()) - shared), device=ids.device
     )
     largest, count = 0.0, 0
-    for inputs, embedded in captured:
-        if inputs.shape != embedded.shape[: inputs.ndim] or not _holds_tokens(inputs, ids):
+    for call in captured:
+        if call.ids.shape != call.output.shape[: call.ids.ndim]:
             continue
-        if inputs.shape == ids.shape and torch.equal(inputs, ids):
+        if call.ids.shape == ids.shape and torch.equal(call.ids, ids):
             where = packed.others(document)
         else:
             # Laid out otherwise, as one document per row: tokens are told apart by their ids.
-            where = torch.isin(inputs, foreign_ids)
+            where = torch.isin(call.ids, foreign_ids)
         count += int(where.sum())
-        if embedded.grad is not None and bool(where.any()):
-            largest = max(largest, float(embedded.grad[where].abs().max()))
+        if call.output.grad is not None and bool(where.any()):
+            largest = max(largest, float(call.output.grad[where].abs().max()))
     return largest, count
 
 
-def _holds_tokens(inputs: Tensor, ids: Tensor) -> bool:
-    """Whether an embedding was given the tokens, and not positions or types that share their numbers."""
-    return bool(torch.isin(ids, inputs).all())
+def _of_tokens(captured: Sequence[_Embedded], ids: Tensor) -> list[_Embedded]:
+    """Keep the calls of tables that were given all tokens: positions and types share their numbers."""
+    return [
+        call
+        for call in captured
+        if torch.isin(
+            ids, torch.cat([c.ids.flatten() for c in captured if c.module is call.module])
+        ).all()
+    ]
 
 
 def values_parity(

@@ -16,7 +16,7 @@ from .batches import PackedInputs, random_documents, read_batch
 from .diagnosis import diagnose
 from .oracle import Truth, Truths
 from .result import AuditReport, Check
-from .running import forward, preserved, settle_mode
+from .running import forward, preserved, settle_mode, without_cache
 
 
 def audit_model(
@@ -98,7 +98,9 @@ def _audit(model: nn.Module, packed: PackedInputs, truths: Truths) -> AuditRepor
     isolation, leaking = checks.bitwise_isolation(
         model, packed, values, bound=truth.values_bound, documents=chosen
     )
-    connection, connected = checks.gradient_isolation(model, packed, documents=chosen)
+    connection, connected = checks.no_backward(), None
+    if truth.differentiable:
+        connection, connected = checks.gradient_isolation(model, packed, documents=chosen)
     parity, off = checks.values_parity(packed, values, truth)
     done = [checks.repetition(repeatable), checks.finite(packed, values)]
     done += [isolation, connection, parity, checks.own_loss_parity(model, packed, truth)]
@@ -125,19 +127,22 @@ def _audit(model: nn.Module, packed: PackedInputs, truths: Truths) -> AuditRepor
 def _controls(model: nn.Module, packed: PackedInputs, truth: Truth) -> list[Check]:
     """Run the batch without boundaries: what does not fail there could not have failed before."""
     try:
-        batch = packed.without_boundaries()
+        batch = without_cache(model, packed.without_boundaries())
         with torch.no_grad():
-            values = forward(model, batch, cached=False).values
+            values = forward(model, batch).values
     except Exception:
-        batch = packed.without_boundaries(running_positions=False)
+        batch = without_cache(model, packed.without_boundaries(running_positions=False))
         with torch.no_grad():
-            values = forward(model, batch, cached=False).values
+            values = forward(model, batch).values
     bare = PackedInputs(batch, packed.document_map, packed.spans, packed.protected)
-    # Causal rows leak forward, so the first document is changed and the last one looked at.
-    first, last = (0,), (len(packed.spans) - 1,)
+    # Causal rows leak forward, so the first document is changed and the last of each row looked at.
+    first = (0,)
+    last = tuple({span.row: d for d, span in enumerate(packed.spans)}.values())
     outcomes = (
         checks.bitwise_isolation(model, bare, values, bound=truth.values_bound, documents=first)[0],
-        checks.gradient_isolation(model, bare, documents=last)[0],
+        checks.gradient_isolation(model, bare, documents=last)[0]
+        if truth.differentiable
+        else checks.no_backward(),
         checks.values_parity(bare, values, truth)[0],
     )
     return [

@@ -80,8 +80,8 @@ def forward(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool = True)
     """
     rows, length = inputs["input_ids"].shape
     parameters = forward_parameters(unwrap(model))
-    if not cached and parameters is not None and "use_cache" in parameters:
-        inputs = {**inputs, "use_cache": False}
+    if not cached:
+        inputs = without_cache(model, inputs)
     if parameters is not None and not takes_any_keyword(parameters):
         inputs = {name: value for name, value in inputs.items() if name in parameters}
     result = model(**inputs)
@@ -95,6 +95,12 @@ def forward(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool = True)
     loss = getattr(result, "loss", None)
     auxiliary = getattr(result, "aux_loss", None)
     return Output(values, loss if isinstance(loss, Tensor) else None, auxiliary is not None)
+
+
+def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask a model for no cache, where its forward names that switch."""
+    named = "use_cache" in (forward_parameters(unwrap(model)) or {})
+    return {**inputs, "use_cache": False} if named else dict(inputs)
 
 
 def _token_values(result: Any, rows: int, length: int) -> Tensor | None:

@@ -388,7 +388,7 @@ EXCEPTIONS: Final[dict[str, dict[str, Any]]] = {
 _ENCODER = {"is_decoder": False}
 
 ENCODER_EXCEPTIONS: Final[dict[str, dict[str, Any]]] = {
-    "esm": {"vocab_size": VOCABULARY},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 3},
     "roc_bert": EXCEPTIONS["roc_bert"] | _ENCODER,
     "distilbert": {"dim": HIDDEN, "hidden_dim": FEED_FORWARD, "n_layers": 2, "n_heads": HEADS},
 }
