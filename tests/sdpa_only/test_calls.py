@@ -19,7 +19,6 @@ from hf_neat_packing.errors import (
     UnsupportedAttentionError,
     UnsupportedModelError,
 )
-from hf_neat_packing.hooks import transformer_engine
 from hf_neat_packing.hooks.sdpa import (
     attach_cp1_packed_varlen_hooks,
     configure_cp_varlen,
@@ -28,6 +27,7 @@ from hf_neat_packing.hooks.sdpa import (
     disable_cp1_packed_varlen,
     enable_cp1_packed_varlen,
     pack_sdpa_only_model,
+    transformer_engine,
 )
 
 CLOSE = 1e-12

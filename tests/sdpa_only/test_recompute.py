@@ -18,14 +18,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from hf_neat_packing.errors import UnsupportedModelError
-from hf_neat_packing.hooks.attachment import attachment
-from hf_neat_packing.hooks.packed_forward import alive
 from hf_neat_packing.hooks.sdpa import (
     attach_cp1_packed_varlen_hooks,
     disable_cp1_packed_varlen,
     enable_cp1_packed_varlen,
     pack_sdpa_only_model,
 )
+from hf_neat_packing.hooks.sdpa.attachment import attachment
+from hf_neat_packing.hooks.sdpa.packed_forward import alive
 
 CLOSE = 1e-12
 FAR = 1e-3

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..errors import UnsupportedAttentionError
+from ...errors import UnsupportedAttentionError
 from .packed_attention import Armed, packed_attention
 from .packed_rows import PackedRows
 

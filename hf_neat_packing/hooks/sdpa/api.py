@@ -23,12 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..contract import DOCUMENT_MAP_KEY, METADATA_KEYS, VARLEN_KEYS
-from ..errors import ContractError, UnsupportedModelError
-from ..wrappers import entry_module, forward_parameters, takes_any_keyword, unwrap
+from ...contract import DOCUMENT_MAP_KEY, METADATA_KEYS, VARLEN_KEYS
+from ...errors import ContractError, UnsupportedModelError
+from ...wrappers import entry_module, forward_parameters, takes_any_keyword, unwrap
+from ..metadata import (
+    Arguments,
+    is_indexed_packed_mask,
+    strip_unused_packed_metadata_at_model_entry,
+)
 from .attachment import SdpaHooksHandle, Settings, attach, attachment
 from .attention_modules import find_attention_modules
-from .metadata import Arguments, is_indexed_packed_mask, strip_unused_packed_metadata_at_model_entry
 from .packed_attention import Armed, resolve_backend
 from .packed_calls import PackedAttentionMode
 from .packed_forward import (

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._compat import torch_varlen_attention
-from ..attention.kernels import KERNELS, DocumentMask, VarlenCall, run
-from ..errors import ContractError, MissingDependencyError, UnsupportedAttentionError
+from ..._compat import torch_varlen_attention
+from ...attention.kernels import KERNELS, DocumentMask, VarlenCall, run
+from ...errors import ContractError, MissingDependencyError, UnsupportedAttentionError
 from . import transformer_engine
 from .packed_rows import PackedRows
 

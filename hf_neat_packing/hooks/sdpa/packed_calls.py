@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._compat import current_backward, saved_tensors_hooks_in_force
-from ..errors import UnsupportedAttentionError, UnsupportedModelError
+from ..._compat import current_backward, saved_tensors_hooks_in_force
+from ...errors import UnsupportedAttentionError, UnsupportedModelError
 from .multihead import attended_shape, packed_multi_head_attention
 from .packed_attention import Armed, packed_attention
 from .packed_forward import current_forward, recompute, waiting

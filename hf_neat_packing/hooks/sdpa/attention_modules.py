@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from ..errors import UnsupportedModelError
-from ..wrappers import unwrap
+from ...errors import UnsupportedModelError
+from ...wrappers import unwrap
 
 USUAL_NAMES = ("self_attn", "self_attention", "attn", "attention")
 """Last parts of the names that attention modules have in most models."""

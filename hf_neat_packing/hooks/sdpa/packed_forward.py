@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from .._compat import PackHooks, current_backward, saved_tensors_hooks_in_force, tree_map
+from ..._compat import PackHooks, current_backward, saved_tensors_hooks_in_force, tree_map
 from .packed_attention import Armed
 
 # A garbage collection inside the lock may run a finalizer that asks again.

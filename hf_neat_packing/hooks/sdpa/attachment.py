@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import ContractError
+from ...errors import ContractError
 from .packed_calls import close_call, open_call
 from .packed_forward import alive
 

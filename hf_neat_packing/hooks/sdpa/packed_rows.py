@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import DOCUMENT_MAP_KEY, VARLEN_KEYS
-from ..documents import (
+from ...contract import DOCUMENT_MAP_KEY, VARLEN_KEYS
+from ...documents import (
     binary_to_map,
     document_map_from_cu_seqlens,
     documents,
@@ -20,8 +20,8 @@ from ..documents import (
     host_map,
     int32_offsets,
 )
-from ..errors import BoundaryError, ContractError
-from .metadata import is_indexed_packed_mask
+from ...errors import BoundaryError, ContractError
+from ..metadata import is_indexed_packed_mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ def document_map_of_inputs(inputs: Mapping[str, Any]) -> Tensor | None:
     mask: Any = inputs.get("attention_mask")
     document_map: Tensor | None = inputs.get(DOCUMENT_MAP_KEY)
     if is_indexed_packed_mask(mask):
-        if document_map is not None and not torch.equal(mask.to(document_map), document_map):  # type: ignore[union-attr]
+        if document_map is not None and not torch.equal(mask.to(document_map), document_map):
             raise BoundaryError(
                 f"`attention_mask` numbers documents and `{DOCUMENT_MAP_KEY}` numbers them differently: one of the "
                 f"two belongs to other rows. Leave `attention_mask` out; `{DOCUMENT_MAP_KEY}` marks padding with 0."

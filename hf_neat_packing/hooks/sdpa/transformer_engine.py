@@ -9,7 +9,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from ..attention.kernels import VarlenCall
+from ...attention.kernels import VarlenCall
 
 
 def why_not(call: VarlenCall) -> str | None:
