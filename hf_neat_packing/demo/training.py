@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_neat_packing.callback import PackingCallback
 from hf_neat_packing.collator import DataCollatorForNeatPacking
 from hf_neat_packing.dataset.packed_dataset import PackedDataset
 from hf_neat_packing.errors import MissingDependencyError
@@ -80,7 +81,13 @@ def train(
             "The Trainer needs accelerate. Write: pip install 'hf-neat-packing[trainer]'"
         ) from error
     collator = DataCollatorForNeatPacking(model)
-    trainer = Trainer(model=model, args=arguments, train_dataset=packed, data_collator=collator)
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=packed,
+        data_collator=collator,
+        callbacks=[PackingCallback()],
+    )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(_loss_on_the_bar())
     start = time.perf_counter()
