@@ -4,9 +4,116 @@ Importing the package registers the attention key `neat_varlen` with transformer
 """
 
 from .attention import ATTENTION_KEY, register
+from .audit import AuditReport, assert_isolated, audit_model
+from .callback import PackingCallback
+from .capabilities import (
+    configure_packing,
+    configure_packing_for_models,
+    get_attn_implementation,
+    get_model_attn_implementation,
+    get_packing_capabilities,
+    is_indexed_packed_mask,
+    model_capabilities,
+    validate_flash_packing_support,
+)
 from .collator import DataCollatorForNeatPacking
-from .dataset import pack_dataset
+from .columns import ColumnRule
+from .contract import (
+    DEFAULT_PACKED_SEQUENCE_CONTRACT,
+    AttentionBackendSelection,
+    HFAttentionConsumer,
+    LayerMask,
+    NativeFA4Consumer,
+    PackedMaskConsumer,
+    PackedMaskType,
+    PackedSequenceContract,
+    PackingCapabilities,
+    PackingMetadataConsumer,
+    resolve_packing_contract,
+)
+from .dataset import nest_flat_packs, pack_dataset
+from .dataset.streams import pack_stream
+from .documents import get_seqlens_in_batch, get_unpad_data
+from .hooks.sdpa import (
+    attach_cp1_packed_varlen_hooks,
+    configure_cp_varlen,
+    cp1_packed_varlen_backend,
+    detach_cp1_packed_varlen_hooks,
+    disable_cp1_packed_varlen,
+    enable_cp1_packed_varlen,
+    pack_sdpa_only_model,
+)
+from .isolation import IsolationReport, isolate
+from .metadata import (
+    PackedSequenceMetadata,
+    build_packed_sequence_metadata,
+    flatten_packed_sequence_metadata,
+)
+from .mixins import DocumentIdsMixin, HFDispatchMixin, NativeFA4Mixin, RecurrentPackingMixin
+from .planning import PackingPlan, PackingReport, plan_packing
+from .subdocuments import (
+    TrainingBatch,
+    adapt_model_inputs,
+    enable_xdoc_attention,
+    require_supported_packing_contract,
+)
 
-__all__ = ["ATTENTION_KEY", "DataCollatorForNeatPacking", "pack_dataset", "register"]
+__all__ = [
+    "ATTENTION_KEY",
+    "DEFAULT_PACKED_SEQUENCE_CONTRACT",
+    "AttentionBackendSelection",
+    "AuditReport",
+    "ColumnRule",
+    "DataCollatorForNeatPacking",
+    "DocumentIdsMixin",
+    "HFAttentionConsumer",
+    "HFDispatchMixin",
+    "IsolationReport",
+    "LayerMask",
+    "NativeFA4Consumer",
+    "NativeFA4Mixin",
+    "PackedMaskConsumer",
+    "PackedMaskType",
+    "PackedSequenceContract",
+    "PackedSequenceMetadata",
+    "PackingCallback",
+    "PackingCapabilities",
+    "PackingMetadataConsumer",
+    "PackingPlan",
+    "PackingReport",
+    "RecurrentPackingMixin",
+    "TrainingBatch",
+    "adapt_model_inputs",
+    "assert_isolated",
+    "attach_cp1_packed_varlen_hooks",
+    "audit_model",
+    "build_packed_sequence_metadata",
+    "configure_cp_varlen",
+    "configure_packing",
+    "configure_packing_for_models",
+    "cp1_packed_varlen_backend",
+    "detach_cp1_packed_varlen_hooks",
+    "disable_cp1_packed_varlen",
+    "enable_cp1_packed_varlen",
+    "enable_xdoc_attention",
+    "flatten_packed_sequence_metadata",
+    "get_attn_implementation",
+    "get_model_attn_implementation",
+    "get_packing_capabilities",
+    "get_seqlens_in_batch",
+    "get_unpad_data",
+    "is_indexed_packed_mask",
+    "isolate",
+    "model_capabilities",
+    "nest_flat_packs",
+    "pack_dataset",
+    "pack_sdpa_only_model",
+    "pack_stream",
+    "plan_packing",
+    "register",
+    "require_supported_packing_contract",
+    "resolve_packing_contract",
+    "validate_flash_packing_support",
+]
 
 register()
