@@ -11,7 +11,7 @@ from torch import nn
 
 from ..capabilities import get_model_attn_implementation
 from ..errors import UnsupportedModelError
-from ..hooks.running import Scope
+from ..hooks.running import BOUNDARY_KEYS, Scope
 from ..wrappers import unwrap
 from .attached import Applied, Attached
 from .base import Repair
@@ -71,6 +71,13 @@ def isolate(model: nn.Module, *, seed: int = 0) -> IsolationReport:
             report = _Isolation(model, attached, seed).run()
         report.register()
         return report
+    except ForwardRaised as raised:
+        attached.remove()
+        raise UnsupportedModelError(
+            f"{type(unwrap(model)).__name__} raises {type(raised.cause).__name__} on a few tokens of text alone: "
+            f"{raised.cause}. So nothing shows whether packed rows keep their documents apart. Accepted: models that "
+            "run on `input_ids`."
+        ) from raised.cause
     except BaseException:
         attached.remove()
         raise
@@ -94,8 +101,12 @@ class _Isolation:
         self._repair_long_range()
         before = self._check()
         after = before
+        if isinstance(before.raised, TypeError):
+            # Perhaps it hands every keyword on to a layer that does not know ours; hooks need none inside.
+            self.attached.entry.strip.update(BOUNDARY_KEYS)
+            after = self._check()
         unlike = self._repair_attention()
-        if unlike or not self.probe.holds(before):
+        if unlike or not self.probe.holds(after):
             after = self._repaired()
         if (
             not self.probe.holds(after)

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from isolation.mixing_models import HIDDEN, documents, tiny, values
+from isolation.mixing_models import HIDDEN, Recurrent, documents, tiny, values
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_neat_packing import DataCollatorForNeatPacking
 from hf_neat_packing.audit.zoo import tiny_model
 from hf_neat_packing.contract import PackingCapabilities
+from hf_neat_packing.errors import UnsupportedModelError
 from hf_neat_packing.hooks.running import read_layout
 from hf_neat_packing.isolation import isolate, isolation_of
 
@@ -201,3 +202,34 @@ def test_a_transformers_model_is_as_it_was_after_removal(model_type):
     after = [vars(module).get("config") for module in model.modules()]
     assert all(one is two for one, two in zip(configs, after, strict=True))
     assert [config and config.to_dict() for config in after] == keys
+
+
+class HandsEverythingOn(PassesKeywords):
+    """Passes its keyword arguments to a layer that knows none of them."""
+
+    def forward(self, input_ids, **kwargs):
+        kwargs.pop("position_ids", None)
+        return self.model.head(self.model.layer(self.model.tokens(input_ids), **kwargs))
+
+
+def test_keywords_that_a_layer_does_not_know_are_taken_away_at_the_entry():
+    model = HandsEverythingOn(Recurrent()).eval()
+    docs = documents(LENGTHS)
+    collate = DataCollatorForNeatPacking(contract=PackingCapabilities("flash_varlen"))
+    batch = collate([{"input_ids": ids.tolist()} for ids in docs])
+    batch.pop("labels")
+    with pytest.raises(TypeError):
+        model(**batch)
+    report = isolate(model)
+    assert not report.unpacked
+    with torch.no_grad():
+        truth = torch.cat([model(input_ids=ids[None])[0] for ids in docs])
+        torch.testing.assert_close(model(**batch)[0], truth)
+
+
+@pytest.mark.parametrize("key", ["neat_varlen", "sdpa"])
+def test_a_model_that_needs_more_than_tokens_is_refused_by_name(key):
+    model = tiny_model("gemma4_assistant", attn_implementation=key)
+    with pytest.raises(UnsupportedModelError, match=r"Gemma4Assistant.*shared_kv_states"):
+        isolate(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
