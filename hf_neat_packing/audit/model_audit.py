@@ -127,13 +127,10 @@ def _audit(model: nn.Module, packed: PackedInputs, truths: Truths) -> AuditRepor
 def _controls(model: nn.Module, packed: PackedInputs, truth: Truth) -> list[Check]:
     """Run the batch without boundaries: what does not fail there could not have failed before."""
     try:
-        batch = without_cache(model, packed.without_boundaries())
-        with torch.no_grad():
-            values = forward(model, batch).values
-    except Exception:
-        batch = without_cache(model, packed.without_boundaries(running_positions=False))
-        with torch.no_grad():
-            values = forward(model, batch).values
+        batch, values = _without_boundaries(model, packed)
+    except NeatPackingError:
+        words = "a batch without boundaries is refused"
+        return [Check("control: no boundaries", True, words, is_control=True)]
     bare = PackedInputs(batch, packed.document_map, packed.spans, packed.protected)
     # Causal rows leak forward, so the first document is changed and the last of each row looked at.
     first = (0,)
@@ -158,6 +155,21 @@ def _controls(model: nn.Module, packed: PackedInputs, truth: Truth) -> list[Chec
         )
         for outcome in outcomes
     ]
+
+
+def _without_boundaries(
+    model: nn.Module, packed: PackedInputs
+) -> tuple[dict[str, Any], torch.Tensor]:
+    with torch.no_grad():
+        try:
+            batch = without_cache(model, packed.without_boundaries())
+            return batch, forward(model, batch).values
+        except NeatPackingError:
+            raise
+        except Exception:
+            # Positions that run on may leave the model's table of them.
+            batch = without_cache(model, packed.without_boundaries(running_positions=False))
+            return batch, forward(model, batch).values
 
 
 def _report(
