@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hf_neat_packing.audit.commands import audit_command, card_command
 from hf_neat_packing.errors import NeatPackingError
 from hf_neat_packing.planning import OnOverlong, Strategy, TruncateSide
 
@@ -204,6 +205,10 @@ def pack(
             seed=seed,
         )
         print(f"\n{report}\n\nWritten to {output}")
+
+
+app.command("audit")(audit_command)
+app.command("card")(card_command)
 
 
 def main() -> None:
