@@ -24,6 +24,12 @@ _EARLIER_KINDS = {
     **dict.fromkeys(("linear_attention", "conv", "mamba", "recurrent", "hybrid"), "recurrent"),
 }
 
+# Layers without attention or state between tokens, which take no mask.
+_POINTWISE = ("moe", "mlp")
+
+# Names of cross-attention modules in decoders of encoder-decoder families.
+_CROSS_ATTENTION = frozenset({"encoder_attn", "crossattention", "cross_attn", "EncDecAttention"})
+
 
 def describe_layers(capabilities: PackingCapabilities, model: Any) -> PackingCapabilities:
     """Add to the capabilities of a model what the collator reads from its config and modules.
@@ -144,9 +150,11 @@ def is_causal(model: Any, config: Any) -> bool:
         return True
     found = {
         module.is_causal
-        for module in model.modules()
+        for name, module in model.named_modules()
         if getattr(module, "config", None) is config
         and isinstance(getattr(module, "is_causal", None), bool)
+        # A decoder that stands alone still carries the modules that would look at an encoder.
+        and not _CROSS_ATTENTION.intersection(name.split("."))
     }
     if len(found) == 2:
         raise UnsupportedModelError(
@@ -181,6 +189,8 @@ def position_ids_start(model: Any) -> int:
 
 
 def _kinds(layer_type: str) -> dict[str, str]:
+    if layer_type in _POINTWISE:
+        return {}
     known = mask_kinds(layer_type)
     if known is None:
         return {layer_type: _EARLIER_KINDS.get(layer_type, "unknown")}

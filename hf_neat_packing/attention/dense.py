@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout as drop
 
+from .kernels.explicit import softmax_with_sinks
 from .mask_entry import LazyMask
 
 
@@ -36,7 +37,7 @@ def dense_attention(
         scaling: factor on the scores; None means `D ** -0.5`.
         dropout: probability of zeroing a weight.
         softcap: soft capping of the scores.
-        sinks: `[H]`.
+        sinks: `[H]`, or `[B, H, S, 1]` with one for every query.
         position_bias: additive, `[1 or B, H, S, S']`.
 
     Returns:
@@ -57,10 +58,9 @@ def dense_attention(
         mask = mask[..., : scores.shape[-1]]
         lowest = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if sinks is None:
-        weights = scores.softmax(-1)
+    if sinks is not None and sinks.ndim == 4:
+        scores = torch.cat([scores, sinks.to(scores.dtype)], -1)
+        weights = softmax_with_sinks(scores, None)[..., :-1]
     else:
-        sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        weights = softmax_with_sinks(scores, sinks)
     return (drop(weights.to(value.dtype), dropout) @ value).transpose(1, 2)

@@ -7,7 +7,6 @@ Legend: `B` rows, `H` query heads, `K` key heads, `S` queries, `S'` keys, `D` he
 head dim, `L` tokens of one document.
 """
 
-import itertools
 from typing import Any
 
 import torch
@@ -15,9 +14,17 @@ from torch import Tensor
 
 from .._compat import sdpa_attention_forward
 from ..errors import UnsupportedAttentionError
-from .boundaries import Boundaries, find_boundaries
+from .boundaries import find_boundaries
 from .dense import dense_attention
-from .kernels import DocumentMask, VarlenCall, run
+from .inside import (
+    cut_into_chunks,
+    mask_of_chosen,
+    only_chosen,
+    reach,
+    window_mask,
+    with_bias,
+)
+from .kernels import VarlenCall, run
 from .mask_entry import LazyMask
 from .towers import without_text_boundaries
 
@@ -35,6 +42,8 @@ def neat_varlen_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
     *,
     kernel: str = "auto",
     **kwargs: Any,
@@ -54,6 +63,9 @@ def neat_varlen_attention(
         softcap: soft capping of the scores.
         s_aux: `[H]` attention sinks.
         position_bias: additive `[1 or B, H, S, S']`.
+        sinks: `[B, H, S, 1]` attention sinks, one for every query.
+        indices: integer `[B, S, chosen]`, the keys that an indexer chose for each query (sparse
+            attention); a key counts only where the mask allows it too.
         kernel: a kernel by name, or `auto`.
         **kwargs: what the model passes on: varlen kwargs, `_packed_seq_ids`, `position_ids`, ...
 
@@ -73,14 +85,16 @@ def neat_varlen_attention(
     kwargs = without_text_boundaries(module, kwargs)
     boundaries = find_boundaries(query, key, attention_mask, kwargs)
     if boundaries is None:
-        if softcap is not None or s_aux is not None or position_bias is not None:
-            return dense_attention(
-                query, key, value, attention_mask, is_causal=causal, scaling=scaling, dropout=dropout,
-                softcap=softcap, sinks=s_aux, position_bias=position_bias,
-            ), None  # fmt: skip
         dense = attention_mask
         if isinstance(attention_mask, LazyMask):
             dense = attention_mask.recipe.as_sdpa()
+        if indices is not None:
+            dense = mask_of_chosen(indices, attention_mask, key.shape[2], is_causal=bool(causal))
+        if any(option is not None for option in (softcap, s_aux, sinks, position_bias)):
+            return dense_attention(
+                query, key, value, dense, is_causal=causal, scaling=scaling, dropout=dropout,
+                softcap=softcap, sinks=s_aux if sinks is None else sinks, position_bias=position_bias,
+            ), None  # fmt: skip
         output, _ = sdpa_attention_forward(
             module,
             query,
@@ -93,11 +107,19 @@ def neat_varlen_attention(
             **kwargs,
         )
         return output, None
-    left, right, chunk, mask = _reach(attention_mask, bool(causal), sliding_window)
+    left, right, chunk, mask = reach(attention_mask, bool(causal), sliding_window)
+    if indices is not None:
+        mask = only_chosen(indices, mask or window_mask(left, right, query.device))
     if position_bias is not None:
-        mask, left, right = _with_bias(position_bias, mask, left, right, query.shape[2]), None, None
+        mask = with_bias(
+            position_bias, mask or window_mask(left, right, query.device), query.shape[2]
+        )
+    if mask is not None:
+        left = right = None
     if chunk is not None:
-        boundaries = _cut_into_chunks(boundaries, chunk, query.device)
+        boundaries = cut_into_chunks(boundaries, chunk, query.device)
+    if sinks is not None:
+        s_aux = sinks.squeeze(-1).transpose(1, 2).flatten(0, 1)
     call = VarlenCall(
         query=query.transpose(1, 2).flatten(0, 1),
         key=key.transpose(1, 2).flatten(0, 1),
@@ -114,79 +136,3 @@ def neat_varlen_attention(
         mask=mask,
     )
     return run(call, kernel).unflatten(0, (query.shape[0], query.shape[2])), None
-
-
-def _reach(
-    attention_mask: Any, causal: bool, sliding_window: int | None
-) -> tuple[int | None, int | None, int | None, DocumentMask | None]:
-    """Say what a query sees inside its document: `(left, right, chunk, mask)`."""
-    if attention_mask is None:
-        if sliding_window is not None and not causal:
-            raise UnsupportedAttentionError(
-                f"A bidirectional attention came with sliding_window={sliding_window} and no mask: whether the window "
-                "counts both sides is not defined without one. Build the mask with "
-                "transformers' create_bidirectional_sliding_window_mask."
-            )
-        left = None if sliding_window is None else sliding_window - 1
-        return left, 0 if causal else None, None, None
-    if isinstance(attention_mask, LazyMask):
-        recipe = attention_mask.recipe
-        if recipe.pattern is None:
-            return None, None, None, recipe.block
-        return recipe.pattern.left, recipe.pattern.right, recipe.pattern.chunk, None
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
-        shape = (
-            list(attention_mask.shape)
-            if isinstance(attention_mask, Tensor)
-            else type(attention_mask).__name__
-        )
-        raise UnsupportedAttentionError(
-            f"Attention got boundaries beside an attention_mask of {shape}. Only 4-D masks ([batch, heads, queries, "
-            "keys]) can be read beside them. Send no attention_mask beside varlen kwargs."
-        )
-    mask = attention_mask
-
-    def block(start: int, stop: int) -> Tensor:
-        row, first = divmod(start, mask.shape[2])
-        rows = mask[row : row + 1] if mask.shape[0] > 1 else mask
-        return rows[:, :, first : first + stop - start, first : first + stop - start]
-
-    return None, None, None, block
-
-
-def _with_bias(
-    bias: Tensor, mask: DocumentMask | None, left: int | None, right: int | None, row_length: int
-) -> DocumentMask:
-    """Add a position bias to what a query sees; a relative bias is the same on every diagonal block."""
-
-    def block(start: int, stop: int) -> Tensor:
-        row, first = divmod(start, row_length)
-        length = stop - start
-        rows = bias[row : row + 1] if bias.shape[0] > 1 else bias
-        piece = rows[:, :, first : first + length, first : first + length]
-        lowest = torch.finfo(bias.dtype).min
-        if mask is not None:
-            seen = mask(start, stop)
-            return torch.where(seen, piece, lowest) if seen.dtype == torch.bool else piece + seen
-        distance = torch.arange(length, device=bias.device)
-        distance = distance[None, :] - distance[:, None]
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if left is not None:
-            hidden |= distance < -left
-        if right is not None:
-            hidden |= distance > right
-        return piece.masked_fill(hidden, lowest)
-
-    return block
-
-
-def _cut_into_chunks(boundaries: Boundaries, chunk: int, device: torch.device) -> Boundaries:
-    """Chunked attention is attention inside chunks that are counted from each document's start."""
-    lengths = boundaries.lengths
-    if lengths is None:
-        lengths = tuple(boundaries.cu_seqlens.diff().tolist())
-    pieces = tuple(
-        min(chunk, length - first) for length in lengths for first in range(0, length, chunk)
-    )
-    offsets = torch.tensor([0, *itertools.accumulate(pieces)], dtype=torch.int32, device=device)
-    return Boundaries(offsets, max(pieces), pieces, boundaries.source)

@@ -24,6 +24,7 @@ from .._compat import (
     wrapper_tensor,
 )
 
+_ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -65,6 +66,12 @@ class MaskRecipe:
         mask = self._build(arguments)
         assert mask is not None
         return mask
+
+    def additive(self, dtype: torch.dtype) -> Tensor:
+        """Build the whole mask as eager attention adds it: 0 or the lowest finite value, `[B, 1, S, S]`."""
+        mask = self.dense()
+        lowest = torch.finfo(dtype).min
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
 
     def block(self, start: int, stop: int) -> Tensor:
         """Build the mask of the tokens `start:stop` of the flattened batch among themselves.
@@ -128,14 +135,26 @@ class LazyMask(Tensor):
             mask = args[0]
             return LazyMask(mask.recipe, tuple(mask.shape), mask.device)
 
+        dtype = _dtype_of_scores(args) if func in _ADDITIONS else None
+
         def build(value: Any) -> Any:
-            return value.recipe.dense() if isinstance(value, LazyMask) else value
+            if not isinstance(value, LazyMask):
+                return value
+            return value.recipe.dense() if dtype is None else value.recipe.additive(dtype)
 
         args, kwargs = tree_map(build, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyMask(shape={tuple(self.shape)}, pattern={self.recipe.pattern})"
+
+
+def _dtype_of_scores(operands: Any) -> torch.dtype | None:
+    """A model with an attention of its own adds the mask to its scores; True would then add 1 and mask nothing."""
+    for operand in operands:
+        if isinstance(operand, Tensor) and operand.is_floating_point():
+            return operand.dtype
+    return None
 
 
 def _keeps_everything(

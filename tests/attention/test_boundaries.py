@@ -200,3 +200,41 @@ def test_c11_image_groups_that_touch_stay_in_their_documents():
     output = neat_varlen_attention(Module(), zeros, zeros, values, lazy, **offsets(0, 4, 7))[0]
     seen = [row.nonzero().squeeze(1).tolist() for row in output[0, :, 0]]
     assert seen == [[0], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3], [4, 5], [4, 5], [4, 5, 6]]
+
+
+def test_keys_that_an_indexer_chose_are_kept_inside_documents():
+    generator = torch.Generator().manual_seed(2)
+    chosen = torch.stack([torch.randperm(12, generator=generator)[:5] for _ in range(12)])[None]
+    chosen[..., 0] = torch.arange(12)  # every query may see itself
+    kept = torch.zeros(1, 12, 12, dtype=torch.bool).scatter_(-1, chosen, True)[:, None]
+    causal = torch.ones(12, 12, dtype=torch.bool).tril()
+    packed = attend(indices=chosen, **offsets(0, 4, 12))
+    assert torch.allclose(packed, attend(mask=kept & causal, **offsets(0, 4, 12)), atol=1e-6)
+    assert not torch.allclose(packed, attend(**offsets(0, 4, 12)), atol=1e-3)
+    unpacked = attend(indices=chosen)
+    assert torch.allclose(unpacked, attend(mask=kept & causal), atol=1e-6)
+
+
+def test_a_sink_for_every_query_takes_its_share():
+    sinks = torch.randn(1, 2, 12, 1, generator=torch.Generator().manual_seed(4))
+    packed = attend(sinks=sinks, **offsets(0, 4, 12))
+    assert not torch.allclose(packed, attend(**offsets(0, 4, 12)), atol=1e-3)
+    for start, stop in ((0, 4), (4, 12)):
+        piece = [x[:, :, start:stop] for x in _inputs()]
+        alone = neat_varlen_attention(Module(), *piece, None, sinks=sinks[:, :, start:stop])[0]
+        assert torch.allclose(packed[:, start:stop], alone, atol=1e-6)
+    same = sinks[:, :, :1].expand(-1, -1, 12, -1)
+    per_head = attend(s_aux=sinks[0, :, 0, 0], **offsets(0, 4, 12))
+    assert torch.allclose(attend(sinks=same, **offsets(0, 4, 12)), per_head, atol=1e-6)
+
+
+def test_a_model_that_adds_the_mask_to_its_scores_gets_the_additive_one():
+    from transformers.masking_utils import causal_mask_function, eager_mask
+
+    lazy = neat_varlen_mask(1, 6, 6, mask_function=causal_mask_function)
+    scores = torch.randn(1, 2, 6, 6)
+    wanted = scores + eager_mask(
+        1, 6, 6, mask_function=causal_mask_function, allow_is_causal_skip=False
+    )
+    assert torch.equal(scores + lazy, wanted)
+    assert torch.equal(lazy + scores, wanted)

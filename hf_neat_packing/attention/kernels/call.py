@@ -31,7 +31,8 @@ class VarlenCall(NamedTuple):
         scale: factor on the scores; None means `D ** -0.5`.
         dropout: probability with which an attention weight is zeroed.
         softcap: scores become `softcap * tanh(scores / softcap)`, or None.
-        sinks: `[H]`, one score per head that takes part in the softmax and has no value, or None.
+        sinks: `[H]`, or `[T, H]` with one for every query: a score that takes part in the softmax and
+            has no value. Or None.
         mask: the mask of a document where `left` and `right` cannot say it, or None. It holds the
             whole truth inside the document: `left` and `right` are then None.
     """

@@ -53,7 +53,10 @@ def _document(call: VarlenCall, query: Tensor, key: Tensor, value: Tensor, start
                 if block.dtype == torch.bool
                 else scores + block.to(scores.dtype)
             )
-        weights = _softmax(scores, call.sinks).to(v.dtype)
+        sinks = call.sinks
+        if sinks is not None and sinks.ndim == 2:
+            sinks = sinks[start + first : start + last]
+        weights = softmax_with_sinks(scores, sinks).to(v.dtype)
         outputs.append(dropout(weights, call.dropout) @ v[:, low:high])
     return torch.cat(outputs, 1).transpose(0, 1)
 
@@ -71,10 +74,19 @@ def _masked(call: VarlenCall, scores: Tensor, first: int, low: int) -> Tensor:
     return scores.masked_fill(blocked, torch.finfo(scores.dtype).min)
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the keys and the sink, which takes its share and gives nothing."""
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys and the sink, which takes its share and gives nothing.
+
+    Args:
+        scores: `[..., H, queries, keys]`.
+        sinks: `[H]`, `[queries, H]` or None.
+
+    Returns:
+        Weights like `scores`, in float32 or the dtype of the scores if that is wider.
+    """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if sinks is None:
         return scores.softmax(-1)
-    sink = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+    sink = sinks.to(scores.dtype).T if sinks.ndim == 2 else sinks.to(scores.dtype)[:, None]
+    sink = sink[..., None].expand(*scores.shape[:-1], 1)
     return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]

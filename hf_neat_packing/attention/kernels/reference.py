@@ -46,7 +46,10 @@ def attention(call: VarlenCall) -> Tensor:
     if call.mask is not None:
         scores = scores + _document_masks(call, scores)
     if call.sinks is not None:
-        sink = call.sinks.to(torch.float64)[:, None, None].expand(-1, scores.shape[1], 1)
+        sink = call.sinks.to(torch.float64)
+        sink = (
+            sink.expand(scores.shape[1], -1).T[:, :, None] if sink.ndim == 1 else sink.T[:, :, None]
+        )
         weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
