@@ -274,12 +274,13 @@ def _in_processes(
 ) -> Iterator[dict[str, Any]]:
     """Run types in processes of their own, renewed now and then: hundreds of models fill a process."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        min(jobs, len(types)), context, initializer=_quiet, max_tasks_per_child=_RECYCLE
-    ) as pool:
-        futures = [pool.submit(_guarded, name, attentions) for name in types]
-        for future in as_completed(futures):
-            yield future.result()
+    # `max_tasks_per_child` renews them too, but its pool may hang (python/cpython#115634).
+    for first in range(0, len(types), jobs * _RECYCLE):
+        with ProcessPoolExecutor(min(jobs, len(types)), context, initializer=_quiet) as pool:
+            some = types[first : first + jobs * _RECYCLE]
+            futures = [pool.submit(_guarded, name, attentions) for name in some]
+            for future in as_completed(futures):
+                yield future.result()
 
 
 def _guarded(model_type: str, attentions: tuple[str, ...]) -> dict[str, Any]:
