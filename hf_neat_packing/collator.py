@@ -17,6 +17,8 @@ from .columns import ColumnRule
 from .contract import (
     DEFAULT_PACKED_SEQUENCE_CONTRACT,
     DOCUMENT_MAP_KEY,
+    VARLEN_KEYS,
+    PackedMaskType,
     PackedSequenceContract,
     PackingCapabilities,
     as_packing_capabilities,
@@ -24,6 +26,7 @@ from .contract import (
     varlen_kwargs,
 )
 from .errors import ContractError, UnsupportedModelError
+from .isolation import isolation_of
 from .joined_batch import join_packed_batch
 from .masks import masks_for
 from .metadata import build_packed_sequence_metadata
@@ -150,7 +153,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             )
         loss = getattr(unwrap(model), "loss_type", None) if model is not None else None
         self.shifts_labels = loss not in _UNSHIFTED_LOSSES
-        self.accepted_keys = _accepted_keys(model)
+        self.accepted_keys = _accepted_keys(model, capabilities.packed_mask_type)
         self.media = media_layout(model, position_index)
 
     def __call__(
@@ -250,15 +253,23 @@ def _resolve(
     return as_packing_capabilities(resolve_packing_contract(given, attn_implementation))
 
 
-def _accepted_keys(model: torch.nn.Module | None) -> frozenset[str] | None:
-    """List what a forward without `**kwargs` takes; None where it takes everything."""
-    parameters = None if model is None else forward_parameters(unwrap(model))
+def _accepted_keys(
+    model: torch.nn.Module | None, mask_type: PackedMaskType
+) -> frozenset[str] | None:
+    """List what a forward without `**kwargs` takes; None where it, or the hooks at its entry, take everything."""
+    if model is None or isolation_of(model) is not None:
+        return None
+    parameters = forward_parameters(unwrap(model))
     if parameters is None or takes_any_keyword(parameters):
         return None
-    if "attention_mask" not in parameters and DOCUMENT_MAP_KEY not in parameters:
+    carriers = [(DOCUMENT_MAP_KEY,)]
+    carriers += [VARLEN_KEYS] if mask_type == "flash_varlen" else [("attention_mask",)]
+    if not any(set(keys) <= parameters.keys() for keys in carriers):
+        name = type(unwrap(model)).__name__
         raise UnsupportedModelError(
-            f"{type(unwrap(model)).__name__}.forward takes {sorted(parameters)}: nothing that could carry the "
-            f"boundaries of a packed row, so its documents would see each other. Accepted: `attention_mask`, "
-            f"`{DOCUMENT_MAP_KEY}` or `**kwargs`."
+            f"{name}.forward takes {sorted(parameters)}: nothing that could carry the boundaries of a packed row as "
+            f"{mask_type}, so its documents would see each other. Accepted: `**kwargs`, or all of "
+            f"{' or of '.join(str(list(keys)) for keys in carriers)}. hf_neat_packing.isolate(model) may help: its hooks "
+            "take the boundaries at the model's entry."
         )
     return frozenset(parameters)

@@ -166,9 +166,6 @@ class Probe:
             batch |= varlen_kwargs_from_document_map(document_map)
         if every_key and self.capabilities.requires_seq_idx:
             batch["seq_idx"] = seq_idx_from_document_map(document_map)
-        if every_key and not takes_any_keyword(self._parameters):
-            # The collator sends such a forward only what it names.
-            batch = {name: value for name, value in batch.items() if name in self._parameters}
         return batch
 
     def alone_inputs(self, document: Tensor) -> dict[str, Any]:

@@ -218,7 +218,7 @@ def test_a_second_call_keeps_the_hooks_that_are_there():
 
 
 class NamesItsInputs(nn.Module):
-    """A forward without `**kwargs`, to which nothing could say where documents begin."""
+    """A forward without `**kwargs`, which takes no boundaries itself."""
 
     packed_mask_type = "flash_varlen"
 
@@ -235,7 +235,17 @@ class NamesPositions(NamesItsInputs):
         return self.model(input_ids=input_ids)
 
 
-def test_a_forward_that_no_boundary_can_reach_is_refused():
-    with pytest.raises(UnsupportedModelError, match="NamesItsInputs"):
-        isolate(NamesItsInputs().eval())
-    assert isolate(NamesPositions().eval()).applied
+@pytest.mark.parametrize("cls", [NamesItsInputs, NamesPositions])
+def test_hooks_at_the_entry_take_what_the_forward_does_not(cls):
+    model = cls().eval()
+    with pytest.raises(UnsupportedModelError, match=cls.__name__):
+        DataCollatorForNeatPacking(model)
+    assert isolate(model).applied
+    docs = documents(LENGTHS)
+    batch = DataCollatorForNeatPacking(model)([{"input_ids": ids.tolist()} for ids in docs])
+    batch.pop("labels")
+    with torch.no_grad():
+        parts = values(model(**batch))[0].split(LENGTHS)
+        for part, ids in zip(parts, docs, strict=True):
+            alone = values(model(input_ids=ids[None]))[0]
+            assert float((part - alone).abs().max()) <= 1e-6 * float(alone.abs().max())

@@ -26,7 +26,7 @@ CAUSES = {
     "bloom": ["mask of other documents"],
     "mpt": ["True where hidden"],
     "roformer": ["mask of other documents"],
-    "deepseek_v32": ["own eager attention"],
+    "deepseek_v32": [],
     "minimax_m3_vl_text": ["own eager attention", "part of the mask"],
     "llama4_text": ["temperature"],
     "xlnet": ["unpacked"],
