@@ -262,14 +262,14 @@ def _accepted_keys(
     parameters = forward_parameters(unwrap(model))
     if parameters is None or takes_any_keyword(parameters):
         return None
-    carriers = [(DOCUMENT_MAP_KEY,)]
+    carriers: list[tuple[str, ...]] = [(DOCUMENT_MAP_KEY,)]
     carriers += [VARLEN_KEYS] if mask_type == "flash_varlen" else [("attention_mask",)]
     if not any(set(keys) <= parameters.keys() for keys in carriers):
         name = type(unwrap(model)).__name__
         raise UnsupportedModelError(
             f"{name}.forward takes {sorted(parameters)}: nothing that could carry the boundaries of a packed row as "
             f"{mask_type}, so its documents would see each other. Accepted: `**kwargs`, or all of "
-            f"{' or of '.join(str(list(keys)) for keys in carriers)}. hf_neat_packing.isolate(model) may help: its hooks "
-            "take the boundaries at the model's entry."
+            f"{' or of '.join(str(list(keys)) for keys in carriers)}. hf_neat_packing.isolate(model) may "
+            "help: its hooks take the boundaries at the model's entry."
         )
     return frozenset(parameters)
