@@ -1,6 +1,7 @@
 """Audit one model: is every document of a packed batch what it is alone?"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,14 +85,16 @@ def audit_packed(model: nn.Module, packed: PackedInputs, truths: Truths) -> Audi
 
 
 def _audit(model: nn.Module, packed: PackedInputs, truths: Truths) -> AuditReport:
+    notes: list[str] = []
     try:
-        mode, repeatable = settle_mode(model, packed.batch, packed.changed(0))
+        packed, note, mode, repeatable = _settle(model, packed, truths)
     except NeatPackingError:
         raise
     except Exception as error:
         truth = truths.in_mode("eval")
         return _report(model, packed, truth, "eval", [checks.does_not_run(error)], None, [])
     truth = truths.in_mode(mode)
+    notes += [text for text in (note, truth.note) if text]
     output = forward(model, packed.batch)
     values = output.values.detach()
     chosen = checks.sampled(packed)
@@ -113,7 +116,6 @@ def _audit(model: nn.Module, packed: PackedInputs, truths: Truths) -> AuditRepor
             model, packed, repeatable=repeatable, leaking=leaking, connected=connected, off=off
         )
     reach = checks.boundaries_reach_attention(model, packed)
-    notes = [note for note in (truth.note,) if note]
     if reach.passed is False and finding is None:
         # What was measured counts: a model may keep documents apart in a way of its own.
         notes.append(f"{reach.detail}, yet documents are isolated")
@@ -122,6 +124,23 @@ def _audit(model: nn.Module, packed: PackedInputs, truths: Truths) -> AuditRepor
         notes.append("part of the loss is made over the batch by design: the router's balance loss")
     done += [reach, *_controls(model, packed, truth)]
     return _report(model, packed, truth, mode, done, finding, notes)
+
+
+def _settle(
+    model: nn.Module, packed: PackedInputs, truths: Truths
+) -> tuple[PackedInputs, str, str, bool]:
+    """Find the mode of the audit; without labels where the model's loss breaks for documents alone too."""
+    try:
+        return packed, "", *settle_mode(model, packed.batch, packed.changed(0))
+    except NeatPackingError:
+        raise
+    except Exception:
+        if "labels" not in packed.batch or truths.in_mode("eval").own_loss is not None:
+            raise
+        bare = {name: value for name, value in packed.batch.items() if name != "labels"}
+        packed = replace(packed, batch=bare)
+        note = "the model's own loss raises for documents alone too; the audit runs without labels"
+        return packed, note, *settle_mode(model, packed.batch, packed.changed(0))
 
 
 def _controls(model: nn.Module, packed: PackedInputs, truth: Truth) -> list[Check]:

@@ -77,8 +77,8 @@ def tiny_model(
             model = _build(model_type, attn_implementation, dtype)
         except Exception as error:
             raise UnsupportedModelError(
-                f"{model_type} cannot be built tiny with attention {attn_implementation or 'default'}: "
-                f"{type(error).__name__}: {error}"
+                f"{model_type} cannot be built with attention {attn_implementation or 'default'}: "
+                f"{_reason(error, attn_implementation)}"
             ) from error
     model = model.float()
     redraw_weights(model, seed=seed)
@@ -87,6 +87,15 @@ def tiny_model(
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # where the config does not say it
     return model.eval()
+
+
+def _reason(error: Exception, attention: str | None) -> str:
+    if isinstance(error, KeyError) and error.args == (attention,):
+        return (
+            f"its class picks attention from a table of its own, which has no {attention!r}. Load it with "
+            "'eager' or 'sdpa'; the collator follows."
+        )
+    return f"{type(error).__name__}: {error}"
 
 
 def _build(model_type: str, attention: str | None, dtype: torch.dtype) -> nn.Module:

@@ -69,3 +69,25 @@ def test_every_token_of_the_changed_document_changes_and_no_other():
 def test_no_token_id_is_in_two_documents():
     documents = [set(d["input_ids"]) for d in random_documents(llama())]
     assert sum(map(len, documents)) == len(set().union(*documents))
+
+
+def test_a_loss_that_breaks_for_documents_alone_is_left_out_and_said():
+    # GIT cuts off the tokens of an image before its loss, so short texts have none.
+    report = audit_model(tiny_model("git", attn_implementation="eager"))
+    assert report.verdict == "exact"
+    assert any("own loss raises for documents alone" in note for note in report.notes)
+
+
+def test_a_truth_that_has_no_backward_in_evaluation_is_said():
+    report = audit_model(tiny_model("reformer"), batch=unpacked_rows(tiny_model("reformer")))
+    assert report.mode == "eval"
+    assert any("no gradients were compared" in note for note in report.notes)
+    assert {check.name for check in report.checks if check.passed is None} >= {
+        "isolation, gradients"
+    }
+
+
+def unpacked_rows(model):
+    """Two rows of one document each: isolated in every model."""
+    ids = torch.tensor([d["input_ids"][:8] for d in random_documents(model, (8, 8))])
+    return {"input_ids": ids, "_packed_seq_ids": torch.ones_like(ids)}
