@@ -261,18 +261,16 @@ def _reasons(runs: Sequence[tuple[Result, Result]]) -> list[tuple[str, str]]:
 
 
 def _errors(result: Result, run: Result) -> dict[str, str]:
-    checks = {check["name"]: check for check in run["checks"]}
-
-    def number(name: str, key: str) -> str:
-        value = checks.get(name, {}).get(key)
+    def number(name: str, index: int) -> str:
+        value = run["checks"].get(name, (None, None, None))[index]
         return "" if value is None else "0" if value == 0 else f"{value:.1e}"
 
     return {
         "model_type": result["model_type"],
         "attention": f"{run['attention']}, {run['layout']}",
-        **{name: number(name, "error") for name in ("outputs", "loss", "gradients")},
-        **{f"{name}_bound": number(name, "bound") for name in ("outputs", "loss", "gradients")},
-        "moved": number("isolation, bitwise", "error"),
+        **{name: number(name, 1) for name in ("outputs", "loss", "gradients")},
+        **{f"{name}_bound": number(name, 2) for name in ("outputs", "loss", "gradients")},
+        "moved": number("isolation, bitwise", 1),
     }
 
 

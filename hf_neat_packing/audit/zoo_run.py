@@ -114,7 +114,8 @@ def audit_type(model_type: str, attentions: Sequence[str] = ATTENTIONS) -> dict[
     Returns:
         `model_type`, `model` (class), `family`, `versions`, and `runs`: for each key and layout
         `attention`, `layout`, `verdict` (`exact`, `wrong`, `inconclusive`, `refused`, `raises` or
-        `cannot build`), `reason`, `notes`, `mode`, `oracle`, `checks`, `finding`, and where hooks
+        `cannot build`), `reason`, `notes`, `mode`, `oracle`, `checks` (name -> passed, error,
+        bound), `finding`, and where hooks
         were needed `hooks`, `unpacked` and `plain`, the verdict without them.
     """
     line: dict[str, Any] = {
@@ -228,15 +229,10 @@ def _audit(
 def _from_report(report: AuditReport, key: str, layout: str) -> dict[str, Any]:
     reason = report.finding.words if report.finding else "; ".join(c.detail for c in report.failed)
     run = _run(key, layout, report.verdict, "" if report.verdict == "exact" else reason)
-    checks = [
-        {
-            "name": check.name,
-            "passed": check.passed,
-            "error": _short(check.measured),
-            "bound": _short(check.bound),
-        }
+    checks = {
+        check.name: [check.passed, _short(check.measured), _short(check.bound)]
         for check in report.checks
-    ]
+    }
     finding = None
     if report.finding is not None:
         finding = {"module": report.finding.module, "class": report.finding.class_name}
@@ -304,7 +300,9 @@ def _write(path: Path, lines: Mapping[str, Mapping[str, Any]]) -> None:
     order = {name: index for index, name in enumerate(model_types())}
     ordered = sorted(lines.values(), key=lambda line: order.get(line["model_type"], len(order)))
     temporary = path.with_suffix(".part")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in ordered))
+    temporary.write_text(
+        "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in ordered)
+    )
     temporary.replace(path)
 
 
