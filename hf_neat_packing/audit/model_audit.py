@@ -12,7 +12,7 @@ from ..capabilities import get_model_attn_implementation
 from ..collator import DataCollatorForNeatPacking
 from ..errors import NeatPackingError
 from ..wrappers import unwrap
-from . import checks
+from . import checks, isolation_checks
 from .batches import PackedInputs, random_documents, read_batch
 from .diagnosis import diagnose
 from .oracle import Truth, Truths
@@ -97,13 +97,14 @@ def _audit(model: nn.Module, packed: PackedInputs, truths: Truths) -> AuditRepor
     notes += [text for text in (note, truth.note) if text]
     output = forward(model, packed.batch)
     values = output.values.detach()
-    chosen = checks.sampled(packed)
-    isolation, leaking = checks.bitwise_isolation(
+    chosen = isolation_checks.sampled(packed)
+    isolation, leaking = isolation_checks.bitwise_isolation(
         model, packed, values, bound=truth.values_bound, documents=chosen
     )
-    connection, connected = checks.no_backward(), None
+    connection, connected = isolation_checks.no_backward(), None
     if truth.differentiable:
-        connection, connected = checks.gradient_isolation(model, packed, documents=chosen)
+        connection, connected = isolation_checks.gradient_isolation(model, packed, documents=chosen)
+    isolation = isolation_checks.decided_by_gradients(isolation, connection)
     parity, off = checks.values_parity(packed, values, truth)
     done = [checks.repetition(repeatable), checks.finite(packed, values)]
     done += [isolation, connection, parity, checks.own_loss_parity(model, packed, truth)]
@@ -155,10 +156,12 @@ def _controls(model: nn.Module, packed: PackedInputs, truth: Truth) -> list[Chec
     first = (0,)
     last = tuple({span.row: d for d, span in enumerate(packed.spans)}.values())
     outcomes = (
-        checks.bitwise_isolation(model, bare, values, bound=truth.values_bound, documents=first)[0],
-        checks.gradient_isolation(model, bare, documents=last)[0]
+        isolation_checks.bitwise_isolation(
+            model, bare, values, bound=truth.values_bound, documents=first
+        )[0],
+        isolation_checks.gradient_isolation(model, bare, documents=last)[0]
         if truth.differentiable
-        else checks.no_backward(),
+        else isolation_checks.no_backward(),
         checks.values_parity(bare, values, truth)[0],
     )
     return [

@@ -16,6 +16,8 @@ from broken_models import (
 from hf_neat_packing import DataCollatorForNeatPacking
 from hf_neat_packing.audit import assert_isolated, audit_model
 from hf_neat_packing.audit.batches import LENGTHS
+from hf_neat_packing.audit.isolation_checks import decided_by_gradients
+from hf_neat_packing.audit.result import Check
 from hf_neat_packing.audit.zoo import tiny_model
 from hf_neat_packing.errors import BoundaryError, UnsupportedModelError
 
@@ -148,3 +150,12 @@ def test_a_passing_model_that_ignores_its_context_is_inconclusive():
     report = audit_model(Bigram(), batch=batch)
     assert report.verdict == "inconclusive"
     assert all(check.is_control for check in report.failed)
+
+
+def test_a_movement_within_rounding_passes_only_where_gradients_are_exactly_zero():
+    moved = Check("isolation, bitwise", True, "moved", 1e-6, 1e-5)
+    zero, unknown = Check("gradients", True, "zero"), Check("gradients", None, "none")
+    assert decided_by_gradients(moved, zero).passed
+    assert decided_by_gradients(moved, unknown).passed is False
+    still = Check("isolation, bitwise", True, "no bit moved", 0.0, 0.0)
+    assert decided_by_gradients(still, unknown).passed
