@@ -196,7 +196,8 @@ def _card(family: str, members: Sequence[Result]) -> dict[str, Any]:
     return {
         "title": family,
         "summary": _summary(members),
-        "rows": [_row(result, run) for result, run in runs],
+        "layouts": list(dict.fromkeys(run["layout"] for _, run in runs)),
+        "rows": [_row(result, group) for result, group in _by_attention(members)],
         "snippet": loading_snippet(best),
         "costs": sorted(
             {
@@ -206,7 +207,11 @@ def _card(family: str, members: Sequence[Result]) -> dict[str, Any]:
             }
         ),
         "reasons": _reasons(runs),
-        "errors": [_errors(result, run) for result, run in runs if run.get("checks")],
+        "errors": [
+            _errors(result, group)
+            for result, group in _by_attention(members)
+            if any(run.get("checks") for run in group)
+        ],
         "versions": _versions(members),
         "notes": sorted(
             {
@@ -228,16 +233,23 @@ def _summary(members: Sequence[Result]) -> str:
     return "; ".join(parts) + "."
 
 
-def _row(result: Result, run: Result) -> dict[str, str]:
-    plain = run.get("plain")
+def _by_attention(members: Sequence[Result]) -> list[tuple[Result, list[Result]]]:
+    """Group the runs of each type by attention key: one run for each layout."""
+    return [
+        (result, [run for run in result["runs"] if run["attention"] == key])
+        for result in members
+        for key in dict.fromkeys(run["attention"] for run in result["runs"])
+    ]
+
+
+def _row(result: Result, group: Sequence[Result]) -> dict[str, Any]:
     return {
         "model_type": result["model_type"],
         "model": result["model"],
-        "attention": run["attention"],
-        "layout": run["layout"],
-        "plain": plain["verdict"] if plain else run["verdict"],
-        "verdict": f"**{run['verdict']}**",
-        "hooks": _hooks(run),
+        "attention": group[0]["attention"],
+        "plain": worst_verdict([run.get("plain") or run for run in group]),
+        "verdicts": [run["verdict"] for run in group],
+        "hooks": _hooks(group[0]),
     }
 
 
@@ -260,18 +272,26 @@ def _reasons(runs: Sequence[tuple[Result, Result]]) -> list[tuple[str, str]]:
     return [(where, reason or "no reason was recorded") for (where, _), reason in found.items()]
 
 
-def _errors(result: Result, run: Result) -> dict[str, str]:
-    def number(name: str, index: int) -> str:
-        value = run["checks"].get(name, (None, None, None))[index]
-        return "" if value is None else "0" if value == 0 else f"{value:.1e}"
+def _errors(result: Result, group: Sequence[Result]) -> dict[str, str]:
+    """Write the error of each kind that is nearest to its bound, of all layouts."""
 
-    return {
-        "model_type": result["model_type"],
-        "attention": f"{run['attention']}, {run['layout']}",
-        **{name: number(name, 1) for name in ("outputs", "loss", "gradients")},
-        **{f"{name}_bound": number(name, 2) for name in ("outputs", "loss", "gradients")},
-        "moved": number("isolation, bitwise", 1),
-    }
+    def worst(name: str) -> tuple[str, str]:
+        found = [run["checks"].get(name, (None, None, None)) for run in group if run.get("checks")]
+        numbers = [(error, bound) for _, error, bound in found if error is not None]
+        if not numbers:
+            return "", ""
+        error, bound = max(numbers, key=lambda pair: pair[0] / pair[1] if pair[1] else pair[0])
+        return _number(error), _number(bound)
+
+    row = {"model_type": result["model_type"], "attention": group[0]["attention"]}
+    for name in ("outputs", "loss", "gradients"):
+        row[name], row[f"{name}_bound"] = worst(name)
+    row["moved"] = worst("isolation, bitwise")[0]
+    return row
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
 def _index(results: Sequence[Result], families: set[str]) -> dict[str, Any]:
