@@ -23,8 +23,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_neat_packing import DataCollatorForNeatPacking, pack_dataset  # registers neat_varlen
-from hf_neat_packing.callback import PackingCallback
+from hf_neat_packing import (  # registers neat_varlen
+    DataCollatorForNeatPacking,
+    PackingCallback,
+    pack_dataset,
+)
 
 
 def read_examples(path):
