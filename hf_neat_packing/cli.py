@@ -89,7 +89,7 @@ def demo(
     max_length: MaxLength = 4096,
     max_documents: Annotated[int, typer.Option(help="Documents to take.", min=1)] = 50_000,
     on_overlong: Overlong = "split",
-    steps: Annotated[int, typer.Option(help="Optimizer steps, one pack each.", min=1)] = 24,
+    steps: Annotated[int, typer.Option(help="Optimizer steps, one pack each.", min=1)] = 40,
     learning_rate: Annotated[
         float | None,
         typer.Option(help="Highest rate.", show_default="3e-3, with --model 2e-5"),

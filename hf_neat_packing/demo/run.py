@@ -81,7 +81,7 @@ def run_demo(
     max_length: int = 4096,
     max_documents: int = 50_000,
     on_overlong: OnOverlong = "split",
-    steps: int = 24,
+    steps: int = 40,
     learning_rate: float | None = None,
     seed: int = 0,
 ) -> Iterator[Event]:
