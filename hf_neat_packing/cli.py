@@ -141,15 +141,25 @@ def plan(
     min_length: MinLength = 0,
     seed: Annotated[int, typer.Option(help="Of the order.", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw packs and the mask of one: a .png, .svg or .pdf file.")
+    ] = None,
 ) -> None:
-    """Show how full packs of these documents would be; writes nothing."""
+    """Show how full packs of these documents would be; writes nothing but a picture that is asked for."""
+    if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
+        raise typer.BadParameter(
+            f"{picture} ends in none of .png, .svg and .pdf.", param_hint="--picture"
+        )
     with _plain_failures():
+        from rich.console import Console
+
+        from hf_neat_packing.picture import picture_text, save_picture
         from hf_neat_packing.planning import plan_packing
         from hf_neat_packing.sources import document_lengths
 
         _quiet_libraries()
         lengths = document_lengths(source, tokenizer=tokenizer, column=text_column, split=split)
-        report = plan_packing(
+        planned = plan_packing(
             lengths,
             max_length,
             strategy=strategy,
@@ -157,11 +167,17 @@ def plan(
             truncate_side=truncate_side,
             min_length=min_length,
             seed=seed,
-        ).report
+        )
+        report = planned.report
         if as_json:
             print(json.dumps(report.to_dict(), indent=2))
         else:
-            print(f"{report}\n\nlengths\n{report.histogram_text(40)}")
+            print(f"{report}\n\nlengths\n{report.histogram_text(40)}\n")
+            Console().print(picture_text(planned))
+        if picture is not None:
+            drawn = save_picture(planned, picture)
+            if not as_json:
+                print(f"\npicture  {drawn}")
 
 
 @app.command()
