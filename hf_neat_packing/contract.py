@@ -5,7 +5,7 @@ Two sides meet here without importing each other. A model says what it needs wit
 attributes of `PackedSequenceContract`. `PackingCapabilities` is the contract that comes from a
 built model; it pickles without the model, so it travels to loader workers.
 
-The boundary keys of a packed batch are named, and the varlen kwargs written, here and nowhere else.
+The varlen kwargs are written here and nowhere else; their names are those that attention reads.
 """
 
 import warnings
@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, Protocol, get_args, runtime_checkable
 import torch
 from torch import Tensor
 
+from .attention.boundaries import DOCUMENT_MAP_KWARG, VARLEN_KWARGS
 from .documents import full_stream_cu_seqlens
 from .errors import ContractError
 
@@ -27,10 +28,10 @@ MaskLayout = Literal["varlen", "bool_4d", "additive_4d", "block_mask", "document
 MaskDelivery = Literal["single", "dict", "windowed"]
 """How a model takes 4-D masks: one for all layers, one per layer type, or one with its window in it."""
 
-DOCUMENT_MAP_KEY: Final = "_packed_seq_ids"
+DOCUMENT_MAP_KEY: Final = DOCUMENT_MAP_KWARG
 """Batch key of the document map `[B, S]`."""
 
-VARLEN_KEYS: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+VARLEN_KEYS: Final = VARLEN_KWARGS
 """Batch keys of the full-stream offsets: the names of transformers' `FlashAttentionKwargs`."""
 
 METADATA_KEYS: Final = ("packed_token_indices", "cu_seqlens", "max_seqlen")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .attention.mask_entry import additive
 from .contract import LayerMask, MaskLayout, PackingCapabilities
 from .documents import binary_to_map, full_stream_cu_seqlens
 
@@ -73,21 +74,6 @@ def _fill(block: Tensor, pattern: LayerMask, *, is_causal: bool) -> None:
             block.tril_(size)
     if is_causal:
         block.tril_()
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a boolean mask into the one that eager attention adds to its scores.
-
-    Args:
-        mask: bool, True = may attend.
-        dtype: floating dtype of the scores.
-
-    Returns:
-        0 where a token may attend and the lowest finite value elsewhere: an infinite one would make
-        NaN in a row without an allowed key.
-    """
-    lowest = torch.finfo(dtype).min
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
 
 
 class _SameDocument:

@@ -28,6 +28,21 @@ _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn a boolean mask into the one that eager attention adds to its scores.
+
+    Args:
+        mask: bool, True = may attend.
+        dtype: floating dtype of the scores.
+
+    Returns:
+        0 where a token may attend and the lowest finite value elsewhere: an infinite one would make
+        NaN in a row without an allowed key.
+    """
+    lowest = torch.finfo(dtype).min
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
+
+
 class MaskRecipe:
     """How to build one mask of one forward, whole or in parts.
 
@@ -69,9 +84,7 @@ class MaskRecipe:
 
     def additive(self, dtype: torch.dtype) -> Tensor:
         """Build the whole mask as eager attention adds it: 0 or the lowest finite value, `[B, 1, S, S]`."""
-        mask = self.dense()
-        lowest = torch.finfo(dtype).min
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
+        return additive(self.dense(), dtype)
 
     def block(self, start: int, stop: int) -> Tensor:
         """Build the mask of the tokens `start:stop` of the flattened batch among themselves.

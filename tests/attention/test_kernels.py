@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_neat_packing.attention.kernels import KERNELS, VarlenCall, choose_kernel, reference, run
+from hf_neat_packing.attention.kernels import (
+    KERNELS,
+    VarlenCall,
+    choose_kernel,
+    flash,
+    reference,
+    run,
+    torch_varlen,
+)
 from hf_neat_packing.attention.kernels.buckets import CALL_OVERHEAD, share_calls
 from hf_neat_packing.errors import UnsupportedAttentionError
 
@@ -191,3 +199,26 @@ def test_gpu_kernels_stay_within_half_precision_of_the_oracle(name):
     truth = reference.attention(call)
     allowed = 2 * (run(call, "sdpa") - truth).norm()
     assert (run(call, name) - truth).norm() <= allowed
+
+
+@pytest.mark.parametrize("dims", [(8, 4), (5, 3), (4, 8)])
+@pytest.mark.parametrize("window", [(None, 0), (3, 0), (None, None)])
+def test_the_cuda_kernels_hand_over_what_was_asked_for(monkeypatch, dims, window):
+    """Stand-ins with the documented signatures compute the oracle from what they are given."""
+    call = make_call([5, 9], dims=dims, left=window[0], right=window[1])
+
+    def stand_in(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, **rest):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        left, right = (None if reach == -1 else reach for reach in window_size)
+        given = VarlenCall(q, k, v, cu_q, max_q, None, left, right, scale)
+        return reference.attention(given)
+
+    def flash_attn(*args, softmax_scale, causal, window_size, dropout_p, softcap):
+        assert causal == (window_size[1] == 0)
+        return stand_in(*args, scale=softmax_scale, window_size=window_size)
+
+    monkeypatch.setattr(torch_varlen, "torch_varlen_attention", lambda: stand_in)
+    monkeypatch.setattr(flash, "_function", lambda: flash_attn)
+    truth = reference.attention(call)
+    for kernel in (torch_varlen, flash):
+        assert torch.allclose(kernel.attention(call), truth, atol=1e-12)

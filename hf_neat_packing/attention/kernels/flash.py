@@ -8,13 +8,10 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from . import half_precision
 from .call import VarlenCall
-
-MAX_HEAD_DIM = 256
 
 
 def _function() -> Callable[..., Any] | None:
@@ -25,21 +22,9 @@ def _function() -> Callable[..., Any] | None:
 
 def why_not(call: VarlenCall) -> str | None:
     """Say what in the call this kernel cannot compute, or None."""
-    if call.query.device.type != "cuda":
-        return f"it needs CUDA tensors, the call is on {call.query.device.type}"
-    if _function() is None:
+    if call.query.device.type == "cuda" and _function() is None:
         return "the package flash-attn is not installed"
-    if call.query.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, the call is in {call.query.dtype}"
-    if max(call.query.shape[-1], call.value.shape[-1]) > MAX_HEAD_DIM:
-        return f"head_dim {max(call.query.shape[-1], call.value.shape[-1])} is above its limit {MAX_HEAD_DIM}"
-    for option, name in (
-        (call.sinks, "sinks (s_aux)"),
-        (call.mask, "a mask of its own inside documents"),
-    ):
-        if option is not None:
-            return f"it has no {name}"
-    return None
+    return half_precision.why_not(call, lacks=("sinks", "mask"))
 
 
 def attention(call: VarlenCall) -> Tensor:
@@ -50,24 +35,16 @@ def attention(call: VarlenCall) -> Tensor:
     """
     function = _function()
     assert function is not None
-    query, key, value = call.query, call.key, call.value
-    dim, value_dim = query.shape[-1], value.shape[-1]
-    width = max(dim, value_dim)
-    query, key, value = (
-        x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (query, key, value)
-    )
     out: Tensor = function(
-        query,
-        key,
-        value,
+        *half_precision.one_head_dim(call),
         call.cu_seqlens,
         call.cu_seqlens,
         call.max_seqlen,
         call.max_seqlen,
         dropout_p=call.dropout,
-        softmax_scale=dim**-0.5 if call.scale is None else call.scale,
+        softmax_scale=half_precision.scale_of(call),
         causal=call.right == 0,
-        window_size=tuple(-1 if reach is None else reach for reach in (call.left, call.right)),
+        window_size=half_precision.window_of(call),
         softcap=call.softcap or 0.0,
     )
-    return out[..., :value_dim]
+    return out[..., : call.value.shape[-1]]
