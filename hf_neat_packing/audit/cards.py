@@ -13,94 +13,18 @@ from .card_values import Result, card_file, card_values, index_values
 
 CARDS: Final = Path("model_cards")
 
-MOST_USED: Final = (
-    *(
-        "llama",
-        "llama4_text",
-        "mistral",
-        "ministral",
-        "mixtral",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-    ),
-    *(
-        "qwen3_next",
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gemma3n_text",
-    ),
-    *(
-        "gemma4_text",
-        "phi",
-        "phi3",
-        "phimoe",
-        "gpt2",
-        "gpt_neo",
-        "gpt_neox",
-        "gptj",
-        "gpt_bigcode",
-        "gpt_oss",
-    ),
-    *(
-        "opt",
-        "bloom",
-        "falcon",
-        "mpt",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "olmo_hybrid",
-        "deepseek_v2",
-    ),
-    *(
-        "deepseek_v3",
-        "deepseek_v4",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "cohere",
-        "cohere2",
-        "starcoder2",
-        "stablelm",
-    ),
-    *(
-        "granite",
-        "granitemoe",
-        "granitemoehybrid",
-        "smollm3",
-        "exaone4",
-        "ernie4_5",
-        "hunyuan_v1_dense",
-    ),
-    *(
-        "nemotron",
-        "nemotron_h",
-        "mamba",
-        "mamba2",
-        "falcon_mamba",
-        "falcon_h1",
-        "bamba",
-        "jamba",
-        "zamba2",
-    ),
-    *(
-        "lfm2",
-        "lfm2_moe",
-        "recurrent_gemma",
-        "rwkv",
-        "xlstm",
-        "minimax",
-        "minimax_m2",
-        "kimi_linear",
-    ),
-    *("bert:masked", "roberta:masked", "modernbert:masked", "distilbert:masked", "electra:masked"),
-)
+_MOST_USED = """
+llama llama4_text mistral ministral mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next
+qwen3_5_text qwen3_5_moe_text gemma gemma2 gemma3_text gemma3n_text gemma4_text phi phi3 phimoe
+gpt2 gpt_neo gpt_neox gptj gpt_bigcode gpt_oss opt bloom falcon mpt olmo olmo2 olmo3 olmoe
+olmo_hybrid deepseek_v2 deepseek_v3 deepseek_v4 glm glm4 glm4_moe cohere cohere2 starcoder2
+stablelm granite granitemoe granitemoehybrid smollm3 exaone4 ernie4_5 hunyuan_v1_dense nemotron
+nemotron_h mamba mamba2 falcon_mamba falcon_h1 bamba jamba zamba2 lfm2 lfm2_moe recurrent_gemma
+rwkv xlstm minimax minimax_m2 kimi_linear bert:masked roberta:masked modernbert:masked
+distilbert:masked electra:masked
+"""
+
+MOST_USED: Final = tuple(_MOST_USED.split())
 """Types whose families have a card."""
 
 

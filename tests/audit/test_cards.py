@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from hf_neat_packing.audit import assert_isolated
-from hf_neat_packing.audit.cards import (
-    MOST_USED,
-    loading_snippet,
-    render_cards,
-    stale_cards,
-    write_cards,
-)
+from hf_neat_packing.audit.card_values import loading_snippet
+from hf_neat_packing.audit.cards import MOST_USED, render_cards, stale_cards, write_cards
 from hf_neat_packing.audit.zoo import model_types, tiny_model
 from hf_neat_packing.audit.zoo_run import RESULTS, audit_type, read_results
 
