@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .contract import DOCUMENT_MAP_KEY, VARLEN_KEYS
 from .errors import NeatPackingError, UnsupportedModelError
 from .layer_masks import text_config
-from .wrappers import forward_parameters, unwrap
+from .wrappers import forward_parameters, release_gathered_weights, unwrap
 
 LENGTHS = (6, 7)
 FLOAT32_EPS = torch.finfo(torch.float32).eps
@@ -295,11 +295,12 @@ def _to(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards each module has the mode that it had."""
+    """Evaluation mode inside; afterwards each module has the mode that it had, and FSDP2 no gathered weights."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
+        release_gathered_weights(model)
         for module, mode in modes:
             module.training = mode

@@ -1,6 +1,7 @@
 """Looking through DDP, FSDP, PEFT and `torch.compile` to the model that was built."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,24 @@ def forward_parameters(model: Any) -> dict[str, inspect.Parameter] | None:
 def takes_any_keyword(parameters: dict[str, inspect.Parameter]) -> bool:
     """Whether a forward has `**kwargs`."""
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def release_gathered_weights(model: nn.Module) -> None:
+    """Let FSDP2 modules gather their weights anew at the next forward.
+
+    The outermost `fully_shard` module keeps what it gathered until a backward, so after a forward without one, training
+    would go on with the weights of that moment, whatever the optimizer writes.
+
+    Args:
+        model: the model after forwards without a backward; sharded or not, in any number of wrappers.
+    """
+    # Where this module was never imported, nothing is sharded by it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    if kind is not None:
+        for module in model.modules():
+            if isinstance(module, kind):
+                module.reshard()
 
 
 def _inner(model: Any) -> Any:

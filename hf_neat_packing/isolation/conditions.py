@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import attention_key
+from ..wrappers import release_gathered_weights
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def under_eager(model: nn.Module, switch: bool = True) -> Iterator[bool]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run forwards in eval mode and leave modes, buffers and random state as they were."""
+    """Run forwards in eval mode and leave modes, buffers, gathered weights and random state as they were."""
     modes = {module: module.training for module in model.modules()}
     buffers = [
         (module, name, value, value.clone())
@@ -49,6 +50,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            release_gathered_weights(model)
             for module, mode in modes.items():
                 module.training = mode
             with torch.no_grad():
