@@ -44,6 +44,7 @@ from .hooks.sdpa import (
     pack_sdpa_only_model,
 )
 from .isolation import IsolationReport, isolate
+from .losses import PackedEvaluation, per_document_loss, per_label_loss
 from .metadata import (
     PackedSequenceMetadata,
     build_packed_sequence_metadata,
@@ -74,6 +75,7 @@ __all__ = [
     "NativeFA4Mixin",
     "PackedMaskConsumer",
     "PackedMaskType",
+    "PackedEvaluation",
     "PackedSequenceContract",
     "PackedSequenceMetadata",
     "PackingCallback",
@@ -109,6 +111,8 @@ __all__ = [
     "pack_dataset",
     "pack_sdpa_only_model",
     "pack_stream",
+    "per_document_loss",
+    "per_label_loss",
     "plan_packing",
     "register",
     "require_supported_packing_contract",

@@ -4,6 +4,7 @@ Everything imported here is used under our own words elsewhere. `tests/test_comp
 contract test of each name; a release that moves one breaks that file and says which.
 """
 
+import contextlib
 import functools
 import inspect
 import platform
@@ -56,6 +57,7 @@ __all__ = [
     "PreTrainedConfig",
     "assert_on_device",
     "attention_key",
+    "autograd_inside_operator",
     "current_backward",
     "eager_mask",
     "environment",
@@ -75,6 +77,7 @@ __all__ = [
     "sdpa_mask",
     "tables_by_row",
     "torch_varlen_attention",
+    "trainer_counts_shift_labels",
     "tree_map",
     "wrapper_tensor",
 ]
@@ -125,6 +128,11 @@ def mask_kinds(layer_type: str) -> dict[str, str] | None:
     parts = entry if isinstance(entry, dict) else {layer_type: entry}
     names = {part: getattr(getattr(f, "func", f), "__name__", "") for part, f in parts.items()}
     return {p: kinds.get(n.split("_")[1], n) for p, n in names.items()} if entry else None
+
+
+def trainer_counts_shift_labels() -> bool:
+    """Whether the Trainer counts the targets of an update in `shift_labels` (drop when transformers >= 5.12)."""
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 12)
 
 
 def is_tracing() -> bool:
@@ -266,6 +274,20 @@ def environment() -> dict[str, str]:
         if cuda
         else (platform.processor() or platform.machine()),
     }
+
+
+@contextlib.contextmanager
+def autograd_inside_operator() -> Iterator[None]:
+    """Differentiate inside the kernel of a custom operator, where torch has switched autograd off.
+
+    An operator is called below autograd; there is no public way back (drop when there is).
+    """
+    keys = torch._C.DispatchKey
+    with contextlib.ExitStack() as stack:
+        for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        stack.enter_context(torch.enable_grad())
+        yield
 
 
 PackHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]

@@ -25,8 +25,9 @@ class PackingCallback(TrainerCallback):  # type: ignore[misc]
     """Check a Trainer's packing before its first step: `Trainer(..., callbacks=[PackingCallback()])`.
 
     Raises at train begin unless the loader's collator is ours, the model's key still resolves to the
-    collator's layout, nothing between loader and model cuts the batch where it must not be cut,
-    and a dry run of two documents shows that every attention layer keeps them apart.
+    collator's layout, nothing between loader and model cuts the batch where it must not be cut, no sampler
+    reads a pack's number of documents as its length, and a dry run of two documents shows that every
+    attention layer keeps them apart.
 
     Args:
         dry_run: run the two documents; three forwards of about ten tokens.
@@ -50,6 +51,7 @@ class PackingCallback(TrainerCallback):  # type: ignore[misc]
         collator = require_packing_collator(getattr(loader, "collate_fn", None))
         require_same_layout(model, collator)
         _require_uncut_batches(args, loader, model, collator.capabilities)
+        _require_no_grouping(args)
         if self.dry_run:
             self.proof = prove_isolation(model, collator)
 
@@ -121,6 +123,18 @@ def _require_uncut_batches(
         "per GPU. Where only rows are cut, give every pack a row of its own (`rows='packs'`) and rebuild the "
         "offsets of each part: `configure_packing_for_models([model])`."
     )
+
+
+def _require_no_grouping(args: Any) -> None:
+    """Refuse samplers that sort by `len(input_ids)`, which says nothing about a pack."""
+    strategy = getattr(args, "train_sampling_strategy", None)
+    if strategy in ("group_by_length", "batch_rebalance"):
+        raise ContractError(
+            f"train_sampling_strategy={strategy!r} takes `len(input_ids)` for the length of an example; in a pack that "
+            "is the number of its documents, so packs would be sorted by it, and batches would be neither even nor "
+            "shuffled. Packs have near the same number of tokens already. Write "
+            'train_sampling_strategy="random"; for like attention cost on all processes see `PackedTrainerMixin`.'
+        )
 
 
 def _cutters(args: Any, loader: Any) -> list[str]:

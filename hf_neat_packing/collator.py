@@ -28,15 +28,19 @@ from .contract import (
 from .errors import ContractError, UnsupportedModelError
 from .isolation import isolation_of
 from .joined_batch import join_packed_batch
+from .loss_labels import (
+    UNSHIFTED_LOSSES,
+    MaskTokens,
+    mark_documents,
+    mask_documents,
+    require_loss_options,
+)
 from .masks import masks_for
 from .metadata import build_packed_sequence_metadata
 from .multimodal import PositionIndex, media_layout
 from .packed_batch import IGNORE_INDEX, PackedBatch, pack_rows, split_packs
 from .planning import plan_packing
 from .wrappers import forward_parameters, takes_any_keyword, unwrap
-
-# Losses that compare each token with its own label instead of the next token's.
-_UNSHIFTED_LOSSES = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
 
 _VARLEN = PackingCapabilities(
     packed_mask_type="flash_varlen",
@@ -82,6 +86,11 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             `get_rope_index`. A function from its columns to int64 `[rows, tokens]`.
         join_documents: let documents of a row see each other: True for whole rows, or the name of a
             per-document column (`conversation_id`) whose equal values belong together.
+        loss_per: `document` writes labels for `per_document_loss`, which the Trainer needs as its
+            `compute_loss_func`; no other loss can read them.
+        mask_tokens: masks tokens for masked language modelling: from `input_ids` and
+            `special_tokens_mask`, both `[B, S]`, to masked `input_ids` and `labels`, as
+            `DataCollatorForLanguageModeling(tokenizer).torch_mask_tokens` does. The tail is left alone.
         return_seq_idx: add `seq_idx`; default: where the contract asks for it.
         return_position_ids: leave False for models without positions.
         return_flash_attn_kwargs: must stay True; packed rows without boundaries would mix.
@@ -107,6 +116,8 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         position_ids_start: int | None = None,
         position_index: PositionIndex | None = None,
         join_documents: bool | str = False,
+        loss_per: Literal["token", "document"] = "token",
+        mask_tokens: MaskTokens | None = None,
         return_seq_idx: bool | None = None,
         return_position_ids: bool = True,
         return_flash_attn_kwargs: bool = True,
@@ -152,8 +163,13 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
                 "hold. Leave `rows` out, or leave `row_length` out."
             )
         loss = getattr(unwrap(model), "loss_type", None) if model is not None else None
-        self.shifts_labels = loss not in _UNSHIFTED_LOSSES
+        self.shifts_labels = loss not in UNSHIFTED_LOSSES and mask_tokens is None
         self.accepted_keys = _accepted_keys(model, capabilities.packed_mask_type)
+        self.loss_per = loss_per
+        self.mask_tokens = mask_tokens
+        require_loss_options(
+            loss_per, mask_tokens, loss, accepted_keys=self.accepted_keys, separator_id=separator_id
+        )
         self.media = media_layout(model, position_index)
 
     def __call__(
@@ -189,11 +205,16 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             first_label=first_label if self.shifts_labels else None,
             make_labels=self.shifts_labels,
             media=self.media,
+            keep=("special_tokens_mask",) if self.mask_tokens is not None else (),
         )
         if self.join_documents:
             by = self.join_documents if isinstance(self.join_documents, str) else None
             packed = join_packed_batch(packed, by, position_start=self.position_ids_start)
         batch = packed.tokens | packed.per_document | packed.media
+        if self.mask_tokens is not None:
+            batch |= mask_documents(self.mask_tokens, batch, packed.document_map)
+        if self.loss_per == "document":
+            batch |= mark_documents(batch["labels"], packed.document_map)
         if self.return_position_ids:
             batch["position_ids"] = packed.position_ids
         batch |= self._boundaries(packed)

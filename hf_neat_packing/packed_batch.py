@@ -137,6 +137,7 @@ def pack_rows(
     first_label: int | None = IGNORE_INDEX,
     make_labels: bool = True,
     media: MediaLayout = _NO_MODEL,
+    keep: Sequence[str] = (),
 ) -> PackedBatch:
     """Lay documents end to end into rows of one length.
 
@@ -151,6 +152,7 @@ def pack_rows(
             None keeps the labels as they are.
         make_labels: take labels from `input_ids` where there is no `labels` column.
         media: how the model numbers documents with images or video.
+        keep: per-token columns that are laid into rows too, though models do not read them.
 
     Raises:
         ColumnError: a column without a rule, columns that disagree on a length, a row that does
@@ -173,7 +175,7 @@ def pack_rows(
     tokens = {
         name: slots.lay(values, _pad_value(name, rules.get(name), pad_token_id))
         for name, values in flat.items()
-        if name not in _SPENT and name != "position_ids"
+        if (name not in _SPENT or name in keep) and name != "position_ids"
     }
     positions = slots.positions + position_ids_start
     if "position_ids" in flat and not np.array_equal(flat["position_ids"], positions):
