@@ -211,6 +211,9 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             by = self.join_documents if isinstance(self.join_documents, str) else None
             packed = join_packed_batch(packed, by, position_start=self.position_ids_start)
         batch = packed.tokens | packed.per_document | packed.media
+        if "label" in packed.per_document and "labels" not in batch:
+            # As every collator of transformers names it for the model.
+            batch["labels"] = batch.pop("label")
         if self.mask_tokens is not None:
             batch |= mask_documents(self.mask_tokens, batch, packed.document_map)
         if self.loss_per == "document":

@@ -319,4 +319,7 @@ def _per_document(documents: list[Document], rules: Mapping[str, ColumnRule]) ->
                 isinstance(value, (int, float)) or hasattr(value, "dtype") for value in values
             )
             result[name] = torch.as_tensor(np.asarray(values)) if numbers else values
+            if all(isinstance(value, float) for value in values):
+                # A loss of float64 labels has float64 gradients, which no float32 model takes.
+                result[name] = result[name].to(torch.get_default_dtype())
     return result
