@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from .capabilities import model_capabilities
 from .collator import DataCollatorForNeatPacking
 from .contract import PackingCapabilities
-from .dry_run import IsolationProof, prove_isolation
+from .dry_run import IsolationProof, prove_isolation, require_label_rule
 from .errors import ContractError
 from .hooks.metadata import entry_hook, rebuild_varlen_kwargs_at_model_entry
 from .wrappers import unwrap
@@ -54,6 +54,7 @@ class PackingCallback(TrainerCallback):  # type: ignore[misc]
         _require_no_grouping(args)
         if self.dry_run:
             self.proof = prove_isolation(model, collator)
+            require_label_rule(model, collator, self.proof.shifts_labels)
 
 
 def require_packing_collator(collate_fn: Any) -> DataCollatorForNeatPacking:

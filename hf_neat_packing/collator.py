@@ -28,8 +28,8 @@ from .contract import (
 from .errors import ContractError, UnsupportedModelError
 from .isolation import isolation_of
 from .joined_batch import join_packed_batch
+from .label_shift import declared_shift
 from .loss_labels import (
-    UNSHIFTED_LOSSES,
     MaskTokens,
     mark_documents,
     mask_documents,
@@ -80,7 +80,10 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         rows: `flat` joins the batch into one row, `packs` gives each feature a row of its own.
             Default: packs get rows of their own where a 4-D mask would grow with the square of the
             joined row, or where `row_length` is given; everything else is joined.
-        separator_id: label of each document's first token.
+        separator_id: label of each document's first token, where the loss shifts.
+        shifted_labels: whether the loss compares each token with the next one's label; default: what `isolate`
+            measured, else what the model's `loss_type` says. A loss that does not shift keeps the first label
+            of every document, and no labels are made for it.
         position_ids_start: position of a document's first token; default: the model's.
         position_index: numbers the tokens of one document on several axes; default: the model's own
             `get_rope_index`. A function from its columns to int64 `[rows, tokens]`.
@@ -113,6 +116,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         columns: Mapping[str, ColumnRule | str] | None = None,
         rows: Literal["flat", "packs"] | None = None,
         separator_id: int = IGNORE_INDEX,
+        shifted_labels: bool | None = None,
         position_ids_start: int | None = None,
         position_index: PositionIndex | None = None,
         join_documents: bool | str = False,
@@ -163,7 +167,11 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
                 "hold. Leave `rows` out, or leave `row_length` out."
             )
         loss = getattr(unwrap(model), "loss_type", None) if model is not None else None
-        self.shifts_labels = loss not in UNSHIFTED_LOSSES and mask_tokens is None
+        # Labels that are made for one loss decide before the model does.
+        made_for = True if loss_per == "document" else shifted_labels
+        self.shifts_labels, self.label_rule = _label_rule(
+            model, made_for if mask_tokens is None else False
+        )
         self.accepted_keys = _accepted_keys(model, capabilities.packed_mask_type)
         self.loss_per = loss_per
         self.mask_tokens = mask_tokens
@@ -275,6 +283,18 @@ def _resolve(
         return _VARLEN
     given = DEFAULT_PACKED_SEQUENCE_CONTRACT if contract is None else contract
     return as_packing_capabilities(resolve_packing_contract(given, attn_implementation))
+
+
+def _label_rule(
+    model: torch.nn.Module | None, given: bool | None
+) -> tuple[bool, Literal["given", "measured", "declared"]]:
+    """Say whether the loss shifts, and who says it; the dry run at train start measures what is declared."""
+    if given is not None:
+        return given, "given"
+    isolation = None if model is None else isolation_of(model)
+    if isolation is not None and isolation.shifts_labels is not None:
+        return isolation.shifts_labels, "measured"
+    return declared_shift(None if model is None else unwrap(model)), "declared"
 
 
 def _accepted_keys(

@@ -10,18 +10,16 @@ Legend: `S` tokens in a row; the first document is `A`, the second `B`.
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .contract import DOCUMENT_MAP_KEY, VARLEN_KEYS
-from .errors import NeatPackingError, UnsupportedModelError
-from .layer_masks import text_config
-from .wrappers import forward_parameters, release_gathered_weights, unwrap
+from .errors import ContractError, UnsupportedModelError
+from .label_shift import shift_of_losses
+from .two_documents import LENGTHS, AttentionCall, evaluating, run_row, two_documents
+from .wrappers import unwrap
 
-LENGTHS = (6, 7)
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
@@ -52,18 +50,14 @@ class IsolationProof(NamedTuple):
         layers: the attention layers that ran, in order.
         change_in_second: largest change of the model's output for the unchanged document.
         distance_from_alone: largest difference between the second document in the pack and alone.
+        shifts_labels: whether the model's loss compares a token with the next one's label; None where no loss
+            reads the labels of tokens.
     """
 
     layers: tuple[LayerProof, ...]
     change_in_second: float
     distance_from_alone: float
-
-
-class _Call(NamedTuple):
-    name: str
-    saw_boundaries: bool
-    inputs: Tensor | None
-    output: Tensor
+    shifts_labels: bool | None
 
 
 def prove_isolation(model: nn.Module, collator: Any) -> IsolationProof:
@@ -84,12 +78,15 @@ def prove_isolation(model: nn.Module, collator: Any) -> IsolationProof:
     """
     collator = copy.copy(collator)
     collator.row_length = collator.pad_to_multiple_of = None
-    first, other, second = _documents(unwrap(model))
+    first, other, second = two_documents(unwrap(model))
     # Compiled code would keep the recorders of this run.
-    with _evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        packed, packed_calls = _run(model, collator, [first, second])
-        changed, changed_calls = _run(model, collator, [other, second])
-        alone, _ = _run(model, collator, [second])
+    with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        changed, changed_calls, _ = run_row(model, collator, [other, second])
+        # Heads over whole documents read other labels, and some write down what kind they saw.
+        by_token = changed.ndim >= 3 and changed.shape[1] == sum(LENGTHS)
+        places = (-1, 0) if by_token else (None, None)
+        packed, packed_calls, last_loss = run_row(model, collator, [first, second], label=places[0])
+        alone, _, first_loss = run_row(model, collator, [second], label=places[1])
     layers = tuple(_layers(packed_calls, changed_calls))
     name = type(unwrap(model)).__name__
     for layer in layers:
@@ -107,7 +104,43 @@ def prove_isolation(model: nn.Module, collator: Any) -> IsolationProof:
             "inside, or by distances that do not restart. `hf_neat_packing.isolation.isolate(model)` may repair it; "
             "or train this model unpacked."
         )
-    return IsolationProof(layers, leak, distance)
+    return IsolationProof(layers, leak, distance, shift_of_losses(first_loss, last_loss))
+
+
+def require_label_rule(model: nn.Module, collator: Any, shifts: bool | None) -> None:
+    """Raise unless a collator treats the label of each document's first token as the model's loss needs it.
+
+    Args:
+        model: the model, in its wrappers.
+        collator: a `DataCollatorForNeatPacking`; what it was told by name is not questioned.
+        shifts: what the dry run measured.
+
+    Raises:
+        ContractError: labels that would be lost, or compared across documents, or that nothing is known about.
+    """
+    if collator.label_rule == "given" or shifts == collator.shifts_labels:
+        return
+    name = type(unwrap(model)).__name__
+    if shifts is None:
+        raise ContractError(
+            f"{name} returns no loss that reads the labels of its tokens, so nothing shows whether the loss that "
+            "trains it compares a token with its own label or with the next one's, and the label of each document's "
+            "first token would be lost, or learnt by the document before it. Say it: "
+            "`DataCollatorForNeatPacking(model, shifted_labels=True)` where logits predict the next token, else False."
+        )
+    if shifts:
+        raise ContractError(
+            f"The loss of {name} compares each token with the next one's label, and the collator keeps the label of "
+            "each document's first token: the document before it would learn to predict it. Write "
+            "`DataCollatorForNeatPacking(model, shifted_labels=True)`."
+        )
+    declared = getattr(unwrap(model), "loss_type", None)
+    raise ContractError(
+        f"The loss of {name} compares each token with its own label, not with the next one's, though its `loss_type` "
+        f"is {declared!r}: the collator would take away the label of each document's first token, and make labels "
+        "that ask for the token itself. Write `DataCollatorForNeatPacking(model, shifted_labels=False)` and give the "
+        "data a `labels` column that is shifted already."
+    )
 
 
 def _other_leak(model: str, leak: float, bound: float, where: str) -> UnsupportedModelError:
@@ -131,104 +164,6 @@ def _of_last(model: str, output: Tensor, documents: int) -> Tensor:
     )
 
 
-def attention_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List the innermost attention modules of a model, by the naming that transformers keeps everywhere."""
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if "Attention" in type(module).__name__
-        or isinstance(getattr(module, "is_causal", None), bool)
-    ]
-    return [
-        (name, module)
-        for name, module in found
-        if not any(other.startswith(f"{name}.") for other, _ in found) and name
-    ]
-
-
-def _documents(model: nn.Module) -> tuple[list[int], list[int], list[int]]:
-    """Two documents and a changed first one, of ordinary tokens: ids that the config gives no role are taken."""
-    config = getattr(model, "config", None)
-    text = text_config(config)
-    size = getattr(text, "vocab_size", None)
-    if not isinstance(size, int):
-        embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
-        size = embedding.num_embeddings if embedding is not None else 2
-    special = {
-        value
-        for part in (config, text)
-        for name, value in (vars(part) if part is not None else {}).items()
-        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
-    }
-    ordinary = [token for token in range(min(size, 4096)) if token not in special]
-    if len(ordinary) < 2:
-        ordinary = [0, 1]
-    generator = torch.Generator().manual_seed(0)
-    step = int(torch.randint(1, len(ordinary), (1,), generator=generator))
-
-    def draw(length: int) -> list[int]:
-        return torch.randint(len(ordinary), (length,), generator=generator).tolist()
-
-    first, second = draw(LENGTHS[0]), draw(LENGTHS[1])
-    other = [(index + step) % len(ordinary) for index in first]
-    return tuple([ordinary[i] for i in ids] for ids in (first, other, second))  # type: ignore[return-value]
-
-
-def _run(model: nn.Module, collator: Any, documents: list[list[int]]) -> tuple[Tensor, list[_Call]]:
-    """Run one row; return the model's first output `[1, S, ...]` and what the attention layers gave."""
-    batch = collator([[{"input_ids": ids} for ids in documents]])
-    batch.pop("labels", None)
-    inner = unwrap(model)
-    device = next((p.device for p in inner.parameters()), torch.device("cpu"))
-    batch = {name: _to(value, device) for name, value in batch.items()}
-    if "use_cache" in (forward_parameters(inner) or {}):
-        batch["use_cache"] = False
-    calls: list[_Call] = []
-    handles = [
-        module.register_forward_hook(_recorder(name, calls), with_kwargs=True)
-        for name, module in attention_layers(inner)
-    ]
-    try:
-        output = _call(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    first = output if isinstance(output, Tensor) else output[0]
-    return first.detach(), calls
-
-
-def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
-    try:
-        return model(**batch)
-    except (NeatPackingError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{type(unwrap(model)).__name__} cannot run a packed row of two documents (keys {sorted(batch)}): "
-            f"{type(error).__name__}: {error} Training would stop at the first batch. Accepted: a model whose "
-            "layers take these keys. `hf_neat_packing.isolation.isolate(model)` may repair it; or train it unpacked."
-        ) from error
-
-
-def _recorder(name: str, calls: list[_Call]) -> Any:
-    def record(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        tensor = output if isinstance(output, Tensor) else output[0]
-        inputs = next((x for x in (*args, kwargs.get("hidden_states")) if _over_row(x)), None)
-        mask = kwargs.get("attention_mask")
-        saw = (
-            mask is not None or DOCUMENT_MAP_KEY in kwargs or all(k in kwargs for k in VARLEN_KEYS)
-        )
-        # Only what runs over the row itself: a vision tower has tokens of its own.
-        if _over_row(tensor):
-            calls.append(_Call(name, saw, inputs, tensor.detach()))
-
-    return record
-
-
-def _over_row(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim >= 3 and sum(LENGTHS) in value.shape[:2]
-
-
 def _difference(before: Tensor, after: Tensor) -> tuple[float, float]:
     """Largest change in the first and in the second document."""
     axis = before.shape.index(sum(LENGTHS))
@@ -236,7 +171,7 @@ def _difference(before: Tensor, after: Tensor) -> tuple[float, float]:
     return _largest(first), _largest(second)
 
 
-def _layers(packed: list[_Call], changed: list[_Call]) -> Iterator[LayerProof]:
+def _layers(packed: list[AttentionCall], changed: list[AttentionCall]) -> Iterator[LayerProof]:
     for depth, (before, after) in enumerate(zip(packed, changed, strict=True)):
         upstream = 0.0
         if before.inputs is not None and after.inputs is not None:
@@ -269,7 +204,7 @@ def _require_isolation(model: str, layer: LayerProof) -> None:
         )
 
 
-def _rounding(output: Tensor, depth: int, calls: list[_Call]) -> float:
+def _rounding(output: Tensor, depth: int, calls: list[AttentionCall]) -> float:
     """What rounding may change at a depth: two sums per layer, each rounded at the size of the output.
 
     A sum of `n` terms is off by about `sqrt(n)` roundings of float32, in which it is kept, and one rounding of its own
@@ -285,22 +220,3 @@ def _rounding(output: Tensor, depth: int, calls: list[_Call]) -> float:
 
 def _largest(values: Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return {name: _to(item, device) for name, item in value.items()}
-    return value.to(device) if hasattr(value, "to") else value
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards each module has the mode that it had, and FSDP2 no gathered weights."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        release_gathered_weights(model)
-        for module, mode in modes:
-            module.training = mode

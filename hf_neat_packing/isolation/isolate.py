@@ -12,6 +12,7 @@ from torch import nn
 from ..capabilities import get_model_attn_implementation
 from ..errors import UnsupportedModelError
 from ..hooks.running import BOUNDARY_KEYS, Scope
+from ..label_shift import declared_shift, measured_shift
 from ..wrappers import unwrap
 from .attached import Applied, Attached
 from .base import Repair
@@ -35,6 +36,11 @@ _LAST_RESORT = {
     "each": "last resort: the whole model runs once per distinct document length, as padding disturbs it too; a batch "
     "costs as many forwards as it has lengths",
 }
+
+_UNSHIFTED = (
+    "the loss compares each token with its own label, not with the next one's, whatever its `loss_type` says: the "
+    "collator keeps the labels of the data as they are and makes none"
+)
 
 
 def isolate(model: nn.Module, *, seed: int = 0) -> IsolationReport:
@@ -125,9 +131,17 @@ class _Isolation:
             applied=tuple(self.attached.applied),
             unpacked=self.attached.entry.unpack is not None,
             capabilities=self.probe.capabilities,
+            shifts_labels=self._label_shift(),
             notes=tuple(self.notes),
             _attached=self.attached,
         )
+
+    def _label_shift(self) -> bool | None:
+        """Measure which label each token of a document is compared with."""
+        shifts = measured_shift(self.model, self.probe.alone_inputs(self.probe.sample().rows[0][0]))
+        if shifts is False and declared_shift(self.inner):
+            self.notes.append(_UNSHIFTED)
+        return shifts
 
     def _write_offsets(self, why: str) -> None:
         self.attached.declare_offsets()

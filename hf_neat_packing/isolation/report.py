@@ -43,6 +43,7 @@ class IsolationReport:
         applied: the repairs, in the order in which they were found.
         unpacked: whether the model runs on one document per padded row.
         capabilities: the contract by which its batches are written.
+        shifts_labels: whether the model's loss compares a token with the next one's label; None where it takes none.
         notes: what is coupled across documents by design, and other things worth knowing.
     """
 
@@ -53,6 +54,7 @@ class IsolationReport:
     applied: tuple[Applied, ...]
     unpacked: bool
     capabilities: PackingCapabilities
+    shifts_labels: bool | None = None
     notes: tuple[str, ...] = ()
     _attached: Attached | None = field(default=None, repr=False)
 
@@ -77,6 +79,7 @@ class IsolationReport:
             "after": str(self.after),
             "applied": [asdict(part) for part in self.applied],
             "unpacked": self.unpacked,
+            "shifts_labels": self.shifts_labels,
             "notes": list(self.notes),
         }
 

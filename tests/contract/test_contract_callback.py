@@ -38,9 +38,10 @@ from hf_neat_packing.callback import PackingCallback, require_same_layout
 from hf_neat_packing.capabilities import configure_packing_for_models
 from hf_neat_packing.collator import DataCollatorForNeatPacking
 from hf_neat_packing.contract import PackingCapabilities
-from hf_neat_packing.dry_run import attention_layers, prove_isolation
+from hf_neat_packing.dry_run import prove_isolation
 from hf_neat_packing.errors import ContractError, UnsupportedModelError
 from hf_neat_packing.isolation import isolate
+from hf_neat_packing.two_documents import attention_layers
 
 SIZES = {
     "vocab_size": 97,
