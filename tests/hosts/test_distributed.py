@@ -1,0 +1,129 @@
+"""Packed training on two processes, under each parallelism of torch, equals ONE process on documents alone."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from distributed_processes import TESTS, environment, free_port, run_ranks, start_ranks, wait
+from distributed_streams import documents
+
+DATA_PARALLEL = [
+    "ddp",
+    "ddp, dry run before",
+    "ddp, use_reentrant=True",
+    "ddp, use_reentrant=False",
+    "fsdp2",
+    "fsdp2, dry run before",
+    "fsdp2, use_reentrant=False",
+]
+RECURRENT = [
+    f"{model}, isolate {when} {wrapper}"
+    for model in ("mamba2", "qwen3_5_text")
+    for when in ("before", "after")
+    for wrapper in ("ddp", "fsdp2")
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What both processes have found; they start once for all tests of this file."""
+    return run_ranks("distributed_training.py", tmp_path_factory.mktemp("ranks"))
+
+
+def found_by_both(ranks, name):
+    for rank in ranks:
+        yield rank[name]
+
+
+@pytest.mark.parametrize("way", [*DATA_PARALLEL, *RECURRENT])
+def test_weights_after_steps_of_two_ranks_are_those_of_one_process(ranks, way):
+    for found in found_by_both(ranks, way):
+        assert found["steps"] == 3
+        assert found["parameters"] == found["all_parameters"]
+        assert found["ranks_agree"]
+        assert found["excess"] <= 1
+        assert found["loss_excess"] <= 1
+
+
+@pytest.mark.parametrize("way", ["tensor parallel", "tensor parallel, dry run before"])
+def test_heads_that_two_ranks_share_give_the_weights_of_one_process(ranks, way):
+    for found in found_by_both(ranks, way):
+        assert found["steps"] == 5
+        assert found["parameters"] == found["all_parameters"]
+        assert found["excess"] <= 1
+        assert found["loss_excess"] <= 1
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+def test_stages_with_four_microbatches_in_flight_train_as_one_process(ranks, schedule):
+    both = list(found_by_both(ranks, schedule))
+    assert sum(found["parameters"] for found in both) == both[0]["all_parameters"]
+    assert all(found["excess"] <= 1 for found in both)
+
+
+def test_the_same_batches_without_their_boundaries_are_far_from_one_process(ranks):
+    ways = ["ddp", "fsdp2", "tensor parallel", "ScheduleGPipe", "Schedule1F1B", "streams"]
+    ways += ["mamba2, isolate before fsdp2", "qwen3_5_text, isolate before fsdp2"]
+    for way in ways:
+        for found in found_by_both(ranks, way):
+            assert found["control"] > 100, way
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_models_that_reach_only_sdpa_are_exact_on_two_ranks(ranks, wrapper):
+    for found in found_by_both(ranks, f"sdpa only, {wrapper}, exact"):
+        assert found["relative"] < 1e-12
+    for found in found_by_both(ranks, f"sdpa only, {wrapper}, control"):
+        assert found["relative"] > 1e-2
+
+
+def test_c58_ranks_plan_alike_by_themselves_and_get_as_many_steps(ranks):
+    for found in found_by_both(ranks, "plans"):
+        assert found["same_plan"]
+        first, second = found["given"]
+        assert len(first) == len(second) == 3
+        given = [pack for batch in first + second for pack in batch]
+        assert set(given) == set(range(found["packs"]))
+        assert len(given) == found["packs"] + 1, "one pack fills the last step, without labels"
+
+
+def test_streams_split_by_node_lose_no_document_where_one_ends_before_the_other(ranks):
+    both = list(found_by_both(ranks, "streams"))
+    assert both[0]["steps"] != both[1]["steps"]
+    assert sorted(both[0]["documents"] + both[1]["documents"]) == sorted(documents())
+    assert all(found["excess"] <= 1 for found in both)
+
+
+def test_a_rank_that_raises_ends_the_other_under_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    command += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    command += [str(TESTS / "hosts" / "distributed_failure.py"), str(tmp_path), "raise", "3600"]
+    process = subprocess.Popen(
+        command,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        shown, _ = process.communicate(timeout=300)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+    assert "Document 5 of the stream has 99 tokens" in shown, shown[-3000:]
+    assert not list(tmp_path.glob("finished-*"))
+
+
+def test_a_rank_that_stops_answering_costs_the_other_its_timeout_and_no_more(tmp_path):
+    processes = start_ranks("distributed_failure.py", tmp_path, "hang", "3")
+    codes = wait(processes[:1], seconds=120)
+    wait(processes[1:], seconds=0)
+    shown = (tmp_path / "rank0.log").read_text()
+    assert codes[0] not in (None, 0), shown
+    assert "imed out" in shown or "timeout" in shown.lower()
+    assert "rank 0, step 0" in shown
+    assert not list(tmp_path.glob("finished-*"))
