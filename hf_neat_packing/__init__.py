@@ -44,6 +44,7 @@ from .hooks.sdpa import (
     pack_sdpa_only_model,
 )
 from .isolation import IsolationReport, isolate
+from .logps import preference_documents, token_logps, unpack_logps
 from .losses import PackedEvaluation, per_document_loss, per_label_loss
 from .metadata import (
     PackedSequenceMetadata,
@@ -51,6 +52,13 @@ from .metadata import (
     flatten_packed_sequence_metadata,
 )
 from .mixins import DocumentIdsMixin, HFDispatchMixin, NativeFA4Mixin, RecurrentPackingMixin
+from .padding import (
+    PaddingFree,
+    pack_padded,
+    pack_sequence_classifier,
+    padding_free,
+    unpack_to_padded,
+)
 from .planning import PackingPlan, PackingReport, plan_packing
 from .subdocuments import (
     TrainingBatch,
@@ -83,6 +91,7 @@ __all__ = [
     "PackingMetadataConsumer",
     "PackingPlan",
     "PackingReport",
+    "PaddingFree",
     "RecurrentPackingMixin",
     "TrainingBatch",
     "adapt_model_inputs",
@@ -109,14 +118,21 @@ __all__ = [
     "model_capabilities",
     "nest_flat_packs",
     "pack_dataset",
+    "pack_padded",
     "pack_sdpa_only_model",
+    "pack_sequence_classifier",
     "pack_stream",
+    "padding_free",
     "per_document_loss",
     "per_label_loss",
     "plan_packing",
+    "preference_documents",
     "register",
     "require_supported_packing_contract",
     "resolve_packing_contract",
+    "token_logps",
+    "unpack_logps",
+    "unpack_to_padded",
     "validate_flash_packing_support",
 ]
 
