@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..contract import DOCUMENT_MAP_KEY, METADATA_KEYS, VARLEN_KEYS
 from ..documents import document_map_from_cu_seqlens, document_map_from_position_ids
 from ..errors import BoundaryError
-from ..packed_batch import IGNORE_INDEX
+from ..loss_labels import IGNORE_INDEX
 from ..wrappers import unwrap
 
 LENGTHS: Final = (7, 1, 12, 5, 11)
@@ -54,12 +54,14 @@ class PackedInputs:
         document_map: int64 `[B, S]`, 0 = padding.
         spans: the documents, in row order.
         protected: token ids that stand for something else (images, ...) and are never changed.
+        shifts_labels: whether the labels were written for a loss that shifts; None where nobody says.
     """
 
     batch: Mapping[str, Any]
     document_map: Tensor
     spans: tuple[Span, ...]
     protected: frozenset[int]
+    shifts_labels: bool | None = None
 
     @property
     def input_ids(self) -> Tensor:
@@ -69,13 +71,14 @@ class PackedInputs:
 
     @property
     def labels(self) -> Tensor:
-        """Labels `[B, S]`: those of the batch, or the token ids without each document's first."""
+        """Labels `[B, S]`: those of the batch, or the token ids; without each document's first if the loss shifts."""
         labels: Tensor | None = self.batch.get("labels")
         if labels is not None:
             return labels
         labels = self.input_ids.masked_fill(self.document_map == 0, IGNORE_INDEX)
-        for span in self.spans:
-            labels[span.row, span.start] = IGNORE_INDEX
+        if self.shifts_labels is not False:
+            for span in self.spans:
+                labels[span.row, span.start] = IGNORE_INDEX
         return labels
 
     def alone(self, document: int) -> dict[str, Tensor]:
@@ -138,12 +141,15 @@ class PackedInputs:
         return {**bare, "position_ids": running.expand_as(positions).contiguous()}
 
 
-def read_batch(batch: Mapping[str, Any], model: nn.Module) -> PackedInputs:
+def read_batch(
+    batch: Mapping[str, Any], model: nn.Module, *, shifts_labels: bool | None = None
+) -> PackedInputs:
     """Find the documents of a packed batch, on the model's device.
 
     Args:
         batch: `input_ids` `[B, S]`, boundaries in any form, further columns `[B, S]`.
         model: names the token ids that are placeholders.
+        shifts_labels: whether its labels were written for a loss that shifts; None where nobody says.
 
     Raises:
         BoundaryError: no boundaries, fewer than two documents, or columns that cannot be cut by document.
@@ -170,7 +176,7 @@ def read_batch(batch: Mapping[str, Any], model: nn.Module) -> PackedInputs:
             f"The batch holds {len(spans)} document: with one there is nothing to keep apart, and every model would "
             "pass. Give a batch of two documents or more."
         )
-    return PackedInputs(batch, document_map, tuple(spans), special_ids(model))
+    return PackedInputs(batch, document_map, tuple(spans), special_ids(model), shifts_labels)
 
 
 def _spans(document_map: Tensor) -> Iterator[Span]:

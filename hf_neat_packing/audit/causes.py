@@ -5,9 +5,7 @@ from typing import Final
 
 from torch import nn
 
-from .._compat import attention_key, mask_kinds
-from ..contract import VARLEN_KEYS
-from ..layouts import reads_varlen_kwargs
+from .._compat import mask_kinds
 from .localise import Call, Place
 
 
@@ -42,13 +40,24 @@ RECURRENT: Final = Cause(
     _ISOLATE,
 )
 MASK_WITHOUT_BOUNDARIES: Final = Cause(
-    "M",
-    "attention got a mask that was built without the document boundaries, and no offsets: the mask builder was not "
-    "given the positions, or a padding mask of the model's own switched their detection off",
+    "M0",
+    "attention got a mask that was built without the document boundaries, and no offsets: the model calls the mask "
+    "builder without the positions, from which it would find the documents",
     _ISOLATE,
 )
+MASK_OF_ALL_ONES: Final = Cause(
+    "M1",
+    "attention got a mask that was built without the document boundaries, and no offsets: where the batch has no "
+    "padding mask the model makes one of all ones, which switches the detection of documents off",
+    _ISOLATE,
+)
+MASK_IN_BATCH: Final = Cause(
+    "mask",
+    "the batch brings a 2-D padding mask, which switches off that documents are found by restarting positions",
+    "Leave `attention_mask` out; build batches with `DataCollatorForNeatPacking(model)`.",
+)
 OWN_MASK_CODE: Final = Cause(
-    "own code",
+    "M2",
     "attention is the model's own code and reads neither the boundaries nor the mask of the batch",
     _ISOLATE,
 )
@@ -95,6 +104,12 @@ BACKWARD: Final = Cause(
     "was computed first, as when a hook is removed between the two",
     "Remove hooks only after `backward()` (and after the last optimizer step of the run).",
 )
+LABELS_OF_ANOTHER_LOSS: Final = Cause(
+    "labels",
+    "the first label of each document is treated for another loss than the model's own: one compares a token with "
+    "the next one's label, the other with its own",
+    "Write `DataCollatorForNeatPacking(model, shifted_labels=...)`, or attach `isolate(model)` first: it measures it.",
+)
 ROUNDING_OR_UNKNOWN: Final = Cause(
     "?",
     "the outputs differ from each document alone by more than rounding explains, with documents isolated",
@@ -115,6 +130,9 @@ def leak_cause(place: Place, call: Call) -> Cause:
     Args:
         place: of the first module that does.
         call: what it was called with.
+
+    Returns:
+        `OWN_MASK_CODE` for every attention; `mask_causes` tells whether its mask is the cause.
     """
     if _is_recurrent(place, call.module):
         return RECURRENT
@@ -122,19 +140,10 @@ def leak_cause(place: Place, call: Call) -> Cause:
     for words, cause in _NAMED:
         if any(word in inside for word in words):
             return cause
-    if isinstance(getattr(call.module, "is_causal", None), bool):
-        return OWN_MASK_CODE if _was_told(call) else MASK_WITHOUT_BOUNDARIES
     names = f"{place.class_name} {place.name}".lower()
-    if "attention" in names or "attn" in names:
+    if isinstance(getattr(call.module, "is_causal", None), bool) or "att" in names:
         return OWN_MASK_CODE
     return ROW_STATISTICS
-
-
-def _was_told(call: Call) -> bool:
-    """Whether offsets reached an attention whose key reads them."""
-    key = attention_key(getattr(call.module, "config", None))
-    arrived = all(call.arguments.get(name) is not None for name in VARLEN_KEYS)
-    return arrived and key is not None and reads_varlen_kwargs(key)
 
 
 def _is_recurrent(place: Place, module: nn.Module) -> bool:

@@ -6,13 +6,13 @@ Legend: `B` rows, `S` tokens in a row, `N` documents.
 import torch
 from torch import Tensor, nn
 
-from ..packed_batch import IGNORE_INDEX
+from ..loss_labels import IGNORE_INDEX
 from ..wrappers import unwrap
 from .batches import PackedInputs
 from .isolation_checks import backward_failed
 from .oracle import Truth, largest_difference
 from .reach import boundaries_seen
-from .result import RUNS, Check
+from .result import LABELS, RUNS, Check
 from .running import Output, cross_entropy_sum, forward
 
 
@@ -81,13 +81,20 @@ def label_count(packed: PackedInputs, truth: Truth) -> Check:
     counted = int((labels[:, 1:] if truth.shifted else labels).ne(IGNORE_INDEX).sum())
     good = counted == truth.num_labels
     detail = f"{counted} labels count, {truth.num_labels} in the documents alone"
-    if (
+    if packed.shifts_labels not in (None, truth.shifted):
+        good = False
+        detail += (
+            "; this loss does not shift, so the label of each document's first token is lost"
+            if packed.shifts_labels
+            else "; this loss shifts, so the first label of a document is the target of the one before it"
+        )
+    elif (
         not truth.shifted
         and "labels" in packed.batch
         and all(int(span.of(labels)[0]) == IGNORE_INDEX for span in packed.spans)
     ):
-        detail += "; this loss does not shift, so the label of each document's first token is lost"
-    return Check("label count", good, detail)
+        detail += "; this loss does not shift, and no document's first token has a label"
+    return Check(LABELS, good, detail)
 
 
 def gradient_parity(

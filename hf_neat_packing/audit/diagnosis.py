@@ -12,6 +12,7 @@ from ..wrappers import unwrap
 from . import causes
 from .batches import PackedInputs
 from .localise import Call, Place, bits, first_difference, norms, place_of, watched
+from .mask_causes import mask_cause
 from .result import Finding
 from .running import forward
 
@@ -49,6 +50,12 @@ def diagnose(
     return _backward(model, packed)
 
 
+def labels_of_another_loss(model: nn.Module) -> Finding:
+    """Name the loss that is given labels written for another one."""
+    cause, name = causes.LABELS_OF_ANOTHER_LOSS, type(unwrap(model)).__name__
+    return Finding("the loss", name, "", cause.code, cause.words, cause.advice)
+
+
 def _between_calls(model: nn.Module, packed: PackedInputs) -> Finding | None:
     first = _record(model, packed.batch)
     with torch.no_grad():
@@ -65,7 +72,12 @@ def _between_documents(model: nn.Module, packed: PackedInputs, document: int) ->
 
     calls = _record(model, packed.batch)
     found = first_difference(calls, _record(model, packed.changed(document)), differs)
-    return _finding(model, found, causes.leak_cause)
+
+    def why(place: Place, call: Call) -> causes.Cause:
+        cause = causes.leak_cause(place, call)
+        return mask_cause(model, packed) if cause is causes.OWN_MASK_CODE else cause
+
+    return _finding(model, found, why)
 
 
 def _from_alone(model: nn.Module, packed: PackedInputs, off: tuple[int, ...]) -> Finding | None:

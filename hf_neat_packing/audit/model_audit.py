@@ -14,9 +14,9 @@ from ..errors import NeatPackingError
 from ..wrappers import unwrap
 from . import checks, isolation_checks
 from .batches import PackedInputs, random_documents, read_batch
-from .diagnosis import diagnose
+from .diagnosis import diagnose, labels_of_another_loss
 from .oracle import Truth, Truths
-from .result import AuditReport, Check
+from .result import LABELS, AuditReport, Check
 from .running import forward, preserved, settle_mode, without_cache
 
 
@@ -52,10 +52,12 @@ def audit_model(
         BoundaryError: a batch whose documents cannot be told apart.
         NeatPackingError: what the collator refuses for this model.
     """
+    shifts_labels = None
     if batch is None:
         collator = DataCollatorForNeatPacking(model) if collator is None else collator
         batch = collator(documents or random_documents(model, seed=seed))
-    packed = read_batch(batch, model)
+        shifts_labels = getattr(collator, "shifts_labels", None)
+    packed = read_batch(batch, model, shifts_labels=shifts_labels)
     return audit_packed(model, packed, Truths(model, packed, gradients=gradients))
 
 
@@ -112,7 +114,10 @@ def _audit(model: nn.Module, packed: PackedInputs, truths: Truths) -> AuditRepor
         done.append(checks.gradient_parity(packed, output, model, truth)[0])
     done.append(checks.label_count(packed, truth))
     finding = None
-    if any(check.passed is False for check in done):
+    failed = {check.name for check in done if check.passed is False}
+    if failed == {LABELS}:
+        finding = labels_of_another_loss(model)
+    elif failed:
         finding = diagnose(
             model, packed, repeatable=repeatable, leaking=leaking, connected=connected, off=off
         )

@@ -15,10 +15,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..packed_batch import IGNORE_INDEX
+from ..label_shift import measured_shift
+from ..loss_labels import IGNORE_INDEX
 from ..wrappers import unwrap
 from .batches import PackedInputs
-from .running import cross_entropy_sum, forward
+from .running import cross_entropy_sum, forward, without_cache
 
 SLACK: Final = 4.0
 """How many times the error of the document alone an error may be: other kernels round otherwise."""
@@ -280,23 +281,8 @@ def loss_is_shifted(model: nn.Module, packed: PackedInputs) -> bool:
     A model without a loss is taken for a causal one if it predicts as one: by default.
     """
     longest = max(range(len(packed.spans)), key=lambda d: packed.spans[d].length)
-    inputs = packed.alone(longest)
-    labels = packed.spans[longest].of(packed.input_ids).clone()
-    # Every label is different from its neighbours' position, so one of the two sums fits.
-    with torch.no_grad():
-        try:
-            output = forward(model, {**inputs, "labels": labels[None]}, cached=False)
-        except Exception:
-            return True
-    if output.loss is None or output.values.ndim != 3:
-        return True
-    length = len(labels)
-    sums = {
-        shift: float(cross_entropy_sum(output.values[0].double(), labels, shifted=shift))
-        / (length - shift)
-        for shift in (True, False)
-    }
-    return abs(float(output.loss) - sums[True]) <= abs(float(output.loss) - sums[False])
+    measured = measured_shift(model, without_cache(model, packed.alone(longest)))
+    return True if measured is None else measured
 
 
 def _eager_copy(model: nn.Module) -> nn.Module:

@@ -10,6 +10,9 @@ Verdict = Literal["exact", "wrong", "raises", "inconclusive"]
 RUNS: Final = "packed batch runs"
 """Name of the check that fails where the model raises."""
 
+LABELS: Final = "label count"
+"""Name of the check that fails where labels are lost, or cross documents."""
+
 
 @dataclass(frozen=True)
 class Check:

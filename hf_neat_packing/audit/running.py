@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import UnsupportedModelError
-from ..packed_batch import IGNORE_INDEX
+from ..loss_labels import IGNORE_INDEX
 from ..wrappers import forward_parameters, takes_any_keyword, unwrap
 
 _SIMPLE = (int, float, bool, str, type(None))

@@ -148,13 +148,13 @@ class _Reference:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.documents = random_documents(model)
-        self._truths: Truths | None = None
+        self._truths: dict[bool | None, Truths] = {}
 
     def truths(self, packed: PackedInputs) -> Truths:
-        """Return the truth of the documents, which every layout of them has in common."""
-        if self._truths is None:
-            self._truths = Truths(self.model, packed)
-        return self._truths
+        """Return the truth of the documents, which every layout of them and of their labels has in common."""
+        if packed.shifts_labels not in self._truths:
+            self._truths[packed.shifts_labels] = Truths(self.model, packed)
+        return self._truths[packed.shifts_labels]
 
 
 def _runs_of_key(model_type: str, key: str, reference: _Reference) -> list[dict[str, Any]]:
@@ -221,7 +221,7 @@ def _audit(
     if layout.rows is not None:
         first = layout.rows[0]
         documents = [documents[:first], documents[first:]]
-    packed = read_batch(collator(documents), model)
+    packed = read_batch(collator(documents), model, shifts_labels=collator.shifts_labels)
     report = audit_packed(model, packed, reference.truths(packed))
     return _from_report(report, key, layout.name)
 

@@ -12,28 +12,28 @@ from ..wrappers import release_gathered_weights
 
 
 @contextmanager
-def under_eager(model: nn.Module, switch: bool = True) -> Iterator[bool]:
-    """Run a model by its own eager attention for a while; yields whether it has configs that choose it."""
+def under_key(model: nn.Module, key: str, switch: bool = True) -> Iterator[bool]:
+    """Run a model under another attention key for a while; yields whether it has configs that choose it."""
     if not switch:
         yield False
         return
     configs: dict[int, tuple[Any, str]] = {}
     for module in model.modules():
         config = vars(module).get("config")
-        if (key := attention_key(config)) is not None:
-            configs.setdefault(id(config), (config, key))
+        if (before := attention_key(config)) is not None:
+            configs.setdefault(id(config), (config, before))
         for name in getattr(config, "sub_configs", {}):
             part = getattr(config, name, None)
-            if (key := attention_key(part)) is not None:
-                configs.setdefault(id(part), (part, key))
+            if (before := attention_key(part)) is not None:
+                configs.setdefault(id(part), (part, before))
     try:
         for config, _ in configs.values():
-            config.update({"_attn_implementation": "eager"})
+            config.update({"_attn_implementation": key})
         yield bool(configs)
     finally:
         # A config sets the configs inside it too, so outer ones go first.
-        for config, key in configs.values():
-            config.update({"_attn_implementation": key})
+        for config, before in configs.values():
+            config.update({"_attn_implementation": before})
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ..errors import UnsupportedModelError
 from ..layouts import reads_varlen_kwargs
 from ..masks import masks_for
 from ..wrappers import forward_parameters, takes_any_keyword, unwrap
-from .conditions import plain_ids, under_eager
+from .conditions import plain_ids, under_key
 from .record import ModuleCall, Recording, relative_difference
 
 ONE_ROW = ((7, 1, 5),)
@@ -179,7 +179,7 @@ class Probe:
 
     def alone(self, document: Tensor) -> tuple[list[ModuleCall], Tensor]:
         """Run one document and record every module; the truth, so not by an attention of our own."""
-        with under_eager(self.inner, self.reads_offsets):
+        with under_key(self.inner, "eager", self.reads_offsets):
             return self.recorded(self.alone_inputs(document))
 
     def values(self, inputs: Mapping[str, Any]) -> Tensor:

@@ -3,7 +3,7 @@
 Legend: `S` tokens in a row.
 """
 
-from .conditions import under_eager
+from .conditions import under_key
 from .probe import Probe
 from .record import ModuleCall, first_parting, outputs_part
 
@@ -80,7 +80,7 @@ class EagerSearch:
         self.probe = probe
         self.inputs = probe.alone_inputs(probe.sample(((7,),)).rows[0][0])
         self.truth: list[ModuleCall] | None = None
-        with under_eager(probe.inner) as possible:
+        with under_key(probe.inner, "eager") as possible:
             if possible:
                 self.truth = probe.recorded(self.inputs)[0]
 

@@ -112,7 +112,7 @@ def test_a_batch_whose_boundaries_the_model_does_not_read_fails():
     report = audit_model(llama("sdpa"), batch=batch)
     assert report.verdict == "wrong"
     assert report.finding.module == "model.layers.0.self_attn"
-    assert report.finding.cause == "M"
+    assert report.finding.cause == "mask"
 
 
 def test_one_document_is_refused_because_nothing_could_leak():

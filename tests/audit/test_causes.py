@@ -20,10 +20,12 @@ def positions_only(model, *, start=0):
 @pytest.mark.parametrize(
     ("model_type", "key", "cause", "module"),
     [
-        ("gpt_oss", "eager", "M", "model.layers.0.self_attn"),
-        ("biogpt", "sdpa", "M", "biogpt.layers.0.self_attn"),
-        ("opt", "sdpa", "M", "model.decoder.layers.0.self_attn"),
-        ("openai-gpt", "eager", "own code", "transformer.h.0.attn"),
+        ("gpt_oss", "eager", "M0", "model.layers.0.self_attn"),
+        ("biogpt", "sdpa", "M1", "biogpt.layers.0.self_attn"),
+        ("rembert", "eager", "M1", "rembert.encoder.layer.0.attention.self"),
+        ("bloom", "eager", "M0", "transformer.h.0.self_attention"),
+        ("opt", "sdpa", "M0", "model.decoder.layers.0.self_attn"),
+        ("openai-gpt", "eager", "M2", "transformer.h.0.attn"),
         ("rwkv", "eager", "R", "rwkv.blocks.0.attention.time_shift"),
         ("recurrent_gemma", "sdpa", "R", "model.layers.0.temporal_block.conv_1d"),
     ],
