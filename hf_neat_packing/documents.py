@@ -376,6 +376,39 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, num_tokens: int, name: str = "cu_seq
         )
 
 
+def pad_offsets(cu_seqlens: Tensor, num_documents: int) -> Tensor:
+    """Give offsets a fixed size, as captured and compiled graphs want it, by repeating the last one.
+
+    The documents so added hold no token, and every kernel passes over them.
+
+    Args:
+        cu_seqlens: `[N+1]`.
+        num_documents: documents, padding runs included, that the offsets have room for.
+
+    Returns:
+        `[num_documents+1]`.
+
+    Raises:
+        BoundaryError: more documents than there is room for.
+
+    Example:
+        >>> pad_offsets(torch.tensor([0, 3, 7]), 4)
+        tensor([0, 3, 7, 7, 7])
+    """
+    missing = num_documents + 1 - cu_seqlens.numel()
+    if missing < 0:
+        raise BoundaryError(
+            f"The batch holds {cu_seqlens.numel() - 1} documents (padding counts as one), but its offsets were to have "
+            f"room for {num_documents}. Leaving some out would join documents. Raise the number."
+        )
+    return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(missing)])
+
+
+def without_padded_offsets(cu_seqlens: Tensor) -> Tensor:
+    """Take the repetitions of the last offset away again; other offsets are left as they are."""
+    return cu_seqlens[: int((cu_seqlens != cu_seqlens[-1]).sum()) + 1]
+
+
 def _show(offsets: Tensor) -> str:
     values = offsets.tolist()
     return (

@@ -17,8 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat import assert_on_device, is_tracing
-from ..documents import INT32_MAX, check_cu_seqlens, full_stream_cu_seqlens
+from .._compat import assert_on_device
+from ..documents import (
+    INT32_MAX,
+    check_cu_seqlens,
+    full_stream_cu_seqlens,
+    without_padded_offsets,
+)
 from ..errors import BoundaryError
 from .mask_entry import LazyMask, MaskRecipe
 
@@ -57,14 +62,15 @@ def find_boundaries(
         BoundaryError: boundaries that are incomplete, or do not fit this call.
     """
     recipe = attention_mask.recipe if isinstance(attention_mask, LazyMask) else None
-    explicit = [kwargs.get(name) for name in VARLEN_KWARGS]
-    if any(value is not None for value in explicit):
+    explicit = all_varlen_kwargs(kwargs)
+    if explicit is not None:
         return _from_varlen_kwargs(query, key, explicit, recipe)
     document_map = kwargs.get(DOCUMENT_MAP_KWARG)
     if document_map is not None:
-        return _remembered(recipe, document_map, lambda: _from_map(query, key, document_map))
-    whole_row = query.shape[2] == key.shape[2] > 1
-    if not whole_row or is_tracing():
+        return _remembered(
+            recipe, document_map, lambda: boundaries_from_map(query, key, document_map)
+        )
+    if not query.shape[2] == key.shape[2] > 1:
         return None
     if (
         recipe is not None
@@ -93,9 +99,15 @@ def _remembered(recipe: MaskRecipe | None, key: Any, find: Any) -> Boundaries | 
     return remembered
 
 
-def _from_varlen_kwargs(
-    query: Tensor, key: Tensor, values: list[Any], recipe: MaskRecipe | None
-) -> Boundaries:
+def all_varlen_kwargs(kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int, int] | None:
+    """Read the four varlen kwargs, or None where there is none of them.
+
+    Raises:
+        BoundaryError: some of them without the others, or offsets that are no tensors.
+    """
+    values = [kwargs.get(name) for name in VARLEN_KWARGS]
+    if all(value is None for value in values):
+        return None
     missing = [name for name, value in zip(VARLEN_KWARGS, values, strict=True) if value is None]
     if missing:
         raise BoundaryError(
@@ -109,65 +121,102 @@ def _from_varlen_kwargs(
             f"cu_seq_lens_q and cu_seq_lens_k must be int32 tensors, got {type(cu_q).__name__} and "
             f"{type(cu_k).__name__}. Write torch.tensor(offsets, dtype=torch.int32)."
         )
-    if is_tracing():
-        return Boundaries(cu_q.to(torch.int32), int(max_q), None, "varlen kwargs")
-    found = _remembered(
-        recipe, cu_q, lambda: _checked(query, key, (cu_q, cu_k), (int(max_q), int(max_k)), recipe)
-    )
-    assert found is not None
-    return found
+    assert max_q is not None
+    assert max_k is not None
+    return cu_q, cu_k, max_q, max_k
 
 
-def _checked(
-    query: Tensor,
-    key: Tensor,
-    offsets: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    recipe: MaskRecipe | None,
-) -> Boundaries:
-    num_tokens = query.shape[0] * query.shape[2]
-    if num_tokens != key.shape[0] * key.shape[2]:
+def check_same_tokens(query: Tensor, key: Tensor) -> None:
+    """Refuse an attention whose keys are not the tokens of its queries.
+
+    Raises:
+        BoundaryError: cross-attention, or a cache that holds tokens.
+    """
+    if query.shape[0] * query.shape[2] != key.shape[0] * key.shape[2]:
         raise BoundaryError(
             f"The varlen kwargs reached an attention of {query.shape[2]} queries over {key.shape[2]} keys per row: "
             "cross-attention, or a cache that already holds tokens. The boundaries of one packed row do not describe "
             "it. Pass use_cache=False for packed rows; encoder-decoder models cannot take packed rows here."
         )
-    cu_q, cu_k = offsets
-    if cu_q.is_floating_point() or cu_q.shape != cu_k.shape or cu_q.ndim != 1 or cu_q.numel() < 2:
+
+
+def _from_varlen_kwargs(
+    query: Tensor,
+    key: Tensor,
+    values: tuple[Tensor, Tensor, int, int],
+    recipe: MaskRecipe | None,
+) -> Boundaries:
+    cu_q, cu_k, max_q, max_k = values
+
+    def check() -> Boundaries:
+        check_same_tokens(query, key)
+        if cu_q.is_floating_point() or cu_q.shape != cu_k.shape:
+            raise BoundaryError(
+                f"cu_seq_lens_q and cu_seq_lens_k must be equal 1-D integer tensors of two or more offsets, got "
+                f"{list(cu_q.shape)} {cu_q.dtype} and {list(cu_k.shape)} {cu_k.dtype}."
+            )
+        same = cu_k if cu_k is not cu_q else None
+        found = checked_offsets(query, cu_q, (int(max_q), int(max_k)), same_as=same)
+        if recipe is not None and recipe.attention_mask is not None and found.lengths is not None:
+            _check_padding_mask(recipe.attention_mask, list(found.lengths))
+        return found
+
+    found = _remembered(recipe, cu_q, check)
+    assert found is not None
+    return found
+
+
+def checked_offsets(
+    query: Tensor,
+    cu_seqlens: Tensor,
+    longest: tuple[int, int] | None,
+    *,
+    same_as: Tensor | None = None,
+) -> Boundaries:
+    """Check offsets against the tokens of a call, on the host or, for an accelerator, on the device.
+
+    Args:
+        query: `[B, H, S, D]`.
+        cu_seqlens: integer `[N+1]`; its end may be padded with repetitions of the last offset.
+        longest: what the call says of the longest document, for queries and keys. None: it is counted, which
+            reads the offsets.
+        same_as: the offsets of the keys, where they are another tensor.
+
+    Raises:
+        BoundaryError: offsets that do not describe these tokens.
+    """
+    num_tokens = query.shape[0] * query.shape[2]
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
         raise BoundaryError(
-            f"cu_seq_lens_q and cu_seq_lens_k must be equal 1-D integer tensors of two or more offsets, got "
-            f"{list(cu_q.shape)} {cu_q.dtype} and {list(cu_k.shape)} {cu_k.dtype}."
+            f"cu_seq_lens_q must be a 1-D integer tensor of two or more offsets, got {list(cu_seqlens.shape)}."
         )
-    _check_int32_rule(num_tokens, cu_q.numel() - 1, query)
-    if query.device.type == "cuda":
+    _check_int32_rule(num_tokens, cu_seqlens.numel() - 1, query)
+    if query.device.type == "cuda" and longest is not None:
         # Reading the offsets would stall the device once a layer; the check runs there instead.
-        good = (
-            (cu_q[0] == 0)
-            & (cu_q[-1] == num_tokens)
-            & (cu_q.diff() > 0).all()
-            & (cu_q == cu_k).all()
-        )
+        good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens)
+        good &= ((cu_seqlens.diff() > 0) | (cu_seqlens[1:] == num_tokens)).all()
+        if same_as is not None:
+            good &= (cu_seqlens == same_as).all()
         assert_on_device(
             good, f"cu_seq_lens_q must rise strictly from 0 to {num_tokens} and equal cu_seq_lens_k"
         )
-        cu = cu_q.to(query.device, torch.int32)
+        cu = cu_seqlens.to(query.device, torch.int32)
         return Boundaries(cu, longest[0], None, "varlen kwargs")
-    host = cu_q.detach().cpu()
-    check_cu_seqlens(host, num_tokens=num_tokens, name="cu_seq_lens_q")
-    if cu_k is not cu_q and not torch.equal(host, cu_k.detach().cpu().to(host.dtype)):
+    host = cu_seqlens.detach().cpu()
+    if same_as is not None and not torch.equal(host, same_as.detach().cpu().to(host.dtype)):
         raise BoundaryError(
-            f"cu_seq_lens_q {host.tolist()[:16]} and cu_seq_lens_k {cu_k.tolist()[:16]} differ; in "
+            f"cu_seq_lens_q {host.tolist()[:16]} and cu_seq_lens_k {same_as.tolist()[:16]} differ; in "
             "self-attention queries and keys are the same documents. Pass the same offsets twice."
         )
+    host = without_padded_offsets(host)
+    check_cu_seqlens(host, num_tokens=num_tokens, name="cu_seq_lens_q")
     lengths = host.diff().tolist()
-    if max(lengths) > min(longest):
+    if longest is not None and max(lengths) > min(longest):
         raise BoundaryError(
             f"max_length_q={longest[0]} and max_length_k={longest[1]}, but cu_seq_lens_q has a document of "
             f"{max(lengths)} tokens: a kernel would leave its end out. Pass the longest length, a Python int."
         )
-    if recipe is not None and recipe.attention_mask is not None:
-        _check_padding_mask(recipe.attention_mask, lengths)
-    cu = cu_q.to(query.device, torch.int32)
+    cu = host.to(query.device, torch.int32)
     return Boundaries(cu, max(lengths), tuple(lengths), "varlen kwargs")
 
 
@@ -199,7 +248,12 @@ def _check_int32_rule(num_tokens: int, num_documents: int, query: Tensor) -> Non
         )
 
 
-def _from_map(query: Tensor, key: Tensor, document_map: Tensor) -> Boundaries:
+def boundaries_from_map(query: Tensor, key: Tensor, document_map: Tensor) -> Boundaries:
+    """Read the documents of a call off its document map `[B, S]`.
+
+    Raises:
+        BoundaryError: a map of another shape, or one that is not valid.
+    """
     expected = (query.shape[0], query.shape[2])
     if tuple(document_map.shape) != expected or query.shape[2] != key.shape[2]:
         raise BoundaryError(

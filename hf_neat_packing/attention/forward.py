@@ -12,21 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import sdpa_attention_forward
+from .._compat import is_tracing, sdpa_attention_forward
 from ..errors import UnsupportedAttentionError
 from .boundaries import find_boundaries
 from .dense import dense_attention
-from .inside import (
-    cut_into_chunks,
-    mask_of_chosen,
-    only_chosen,
-    reach,
-    window_mask,
-    with_bias,
-)
-from .kernels import VarlenCall, run
+from .inside import mask_of_chosen, reach
 from .mask_entry import LazyMask
+from .packed import packed_call, run_in_rows
 from .towers import without_text_boundaries
+from .traced import find_traced_boundaries, traced_attention
 
 
 def neat_varlen_attention(
@@ -83,8 +77,10 @@ def neat_varlen_attention(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     kwargs = without_text_boundaries(module, kwargs)
-    boundaries = find_boundaries(query, key, attention_mask, kwargs)
-    if boundaries is None:
+    tracing = is_tracing()
+    boundaries = None if tracing else find_boundaries(query, key, attention_mask, kwargs)
+    traced = find_traced_boundaries(query, key, kwargs) if tracing else None
+    if boundaries is None and traced is None:
         dense = attention_mask
         if isinstance(attention_mask, LazyMask):
             dense = attention_mask.recipe.as_sdpa()
@@ -107,32 +103,16 @@ def neat_varlen_attention(
             **kwargs,
         )
         return output, None
-    left, right, chunk, mask = reach(attention_mask, bool(causal), sliding_window)
-    if indices is not None:
-        mask = only_chosen(indices, mask or window_mask(left, right, query.device))
-    if position_bias is not None:
-        mask = with_bias(
-            position_bias, mask or window_mask(left, right, query.device), query.shape[2]
-        )
-    if mask is not None:
-        left = right = None
-    if chunk is not None:
-        boundaries = cut_into_chunks(boundaries, chunk, query.device)
-    if sinks is not None:
-        s_aux = sinks.squeeze(-1).transpose(1, 2).flatten(0, 1)
-    call = VarlenCall(
-        query=query.transpose(1, 2).flatten(0, 1),
-        key=key.transpose(1, 2).flatten(0, 1),
-        value=value.transpose(1, 2).flatten(0, 1),
-        cu_seqlens=boundaries.cu_seqlens,
-        max_seqlen=boundaries.max_seqlen,
-        lengths=boundaries.lengths,
-        left=left,
-        right=right,
-        scale=scaling,
-        dropout=dropout,
-        softcap=softcap,
-        sinks=s_aux,
-        mask=mask,
-    )
-    return run(call, kernel).unflatten(0, (query.shape[0], query.shape[2])), None
+    options: dict[str, Any] = {
+        "scaling": scaling, "dropout": dropout, "softcap": softcap,
+        "sinks": s_aux if sinks is None else sinks, "position_bias": position_bias, "indices": indices,
+    }  # fmt: skip
+    if traced is not None:
+        return traced_attention(
+            query, key, value, traced, attention_mask, causal=bool(causal),
+            sliding_window=sliding_window, kernel=kernel, **options,
+        ), None  # fmt: skip
+    assert boundaries is not None
+    seen = reach(attention_mask, bool(causal), sliding_window)
+    call = packed_call(query, key, value, boundaries, seen, **options)
+    return run_in_rows(call, kernel, query.shape[0]), None

@@ -7,7 +7,7 @@ Legend: see `forward`.
 """
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +17,28 @@ from .boundaries import Boundaries
 from .kernels import DocumentMask
 from .mask_entry import LazyMask
 
+# Stands for the first and last key of a query whose keys are not one interval.
+NO_INTERVAL = -2
 
-def reach(
-    attention_mask: Any, causal: bool, sliding_window: int | None
-) -> tuple[int | None, int | None, int | None, DocumentMask | None]:
+
+class Reach(NamedTuple):
+    """What a query sees inside its document.
+
+    Attributes:
+        left: keys before the query (None: back to the document's start).
+        right: keys after it (None: to the document's end; 0: causal).
+        chunk: tokens of an attention chunk counted from the document's start, or None.
+        mask: the mask of a document where these cannot say it; `left` and `right` are then None.
+    """
+
+    left: int | None
+    right: int | None
+    chunk: int | None = None
+    mask: DocumentMask | None = None
+
+
+def reach(attention_mask: Any, causal: bool, sliding_window: int | None) -> Reach:
     """Say what a query sees inside its document, from the mask of the call or without one.
-
-    Returns:
-        `(left, right, chunk, mask)`: the window, the size of attention chunks, and a mask where these cannot
-        say it; `left` and `right` are then None.
 
     Raises:
         UnsupportedAttentionError: a mask that cannot be read beside boundaries.
@@ -38,12 +51,12 @@ def reach(
                 "transformers' create_bidirectional_sliding_window_mask."
             )
         left = None if sliding_window is None else sliding_window - 1
-        return left, 0 if causal else None, None, None
+        return Reach(left, 0 if causal else None)
     if isinstance(attention_mask, LazyMask):
         recipe = attention_mask.recipe
         if recipe.pattern is None:
-            return None, None, None, recipe.block
-        return recipe.pattern.left, recipe.pattern.right, recipe.pattern.chunk, None
+            return Reach(None, None, mask=recipe.block)
+        return Reach(recipe.pattern.left, recipe.pattern.right, recipe.pattern.chunk)
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
         shape = (
             list(attention_mask.shape)
@@ -61,7 +74,7 @@ def reach(
         rows = mask[row : row + 1] if mask.shape[0] > 1 else mask
         return rows[:, :, first : first + stop - start, first : first + stop - start]
 
-    return None, None, None, block
+    return Reach(None, None, mask=block)
 
 
 def window_mask(left: int | None, right: int | None, device: torch.device) -> DocumentMask:
@@ -154,3 +167,25 @@ def cut_into_chunks(boundaries: Boundaries, chunk: int, device: torch.device) ->
     )
     offsets = torch.tensor([0, *itertools.accumulate(pieces)], dtype=torch.int32, device=device)
     return Boundaries(offsets, max(pieces), pieces, boundaries.source)
+
+
+def interval_of(mask: Tensor) -> Tensor:
+    """Read a boolean mask as one interval of keys for every query.
+
+    Args:
+        mask: bool `[1 or B, 1, S, S]`.
+
+    Returns:
+        int32 `[2, 1 or B, S]`, first and last key; `NO_INTERVAL` twice where the keys are not one interval. A
+        query that sees nothing (padding) gets itself.
+    """
+    seen = mask[:, 0]
+    size = mask.shape[-1]
+    keys = torch.arange(size, device=mask.device, dtype=torch.int32)
+    first = torch.where(seen, keys, size).amin(-1).to(torch.int32)
+    last = torch.where(seen, keys, -1).amax(-1).to(torch.int32)
+    count = seen.sum(-1, dtype=torch.int32)
+    queries = keys[: mask.shape[-2]].expand_as(first)
+    first, last = (torch.where(count == 0, queries, x) for x in (first, last))
+    broken = (count > 0) & (count != last - first + 1)
+    return torch.stack([x.masked_fill(broken, NO_INTERVAL) for x in (first, last)])

@@ -25,6 +25,8 @@ from .._compat import (
 )
 
 _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+# Where a mask of a compiled graph remembers the window that it was built of.
+LOCAL_SIZE = "neat_varlen_local_size"
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -220,4 +222,13 @@ def neat_varlen_mask(
             recipe = MaskRecipe(mask_function, attention_mask, arguments)
             return LazyMask(recipe, (batch_size, 1, q_length, kv_length), device)
         arguments["mask_function"] = mask_function
-    return sdpa_mask(attention_mask=attention_mask, **arguments)  # type: ignore[no-any-return]
+    mask: Tensor | None = sdpa_mask(attention_mask=attention_mask, **arguments)
+    if (
+        mask is not None
+        and mask.device.type == "cuda"
+        and is_tracing()
+        and not kwargs.get("use_vmap")
+    ):
+        # What the graph may take for granted, and then checks on the device.
+        setattr(mask, LOCAL_SIZE, kwargs.get("local_size"))
+    return mask

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..contract import DOCUMENT_MAP_KEY, METADATA_KEYS, VARLEN_KEYS, varlen_kwargs_from_document_map
-from ..documents import check_cu_seqlens
+from ..documents import check_cu_seqlens, without_padded_offsets
 from ..errors import ContractError
 from ..metadata import flatten_packed_sequence_metadata
 from ..wrappers import entry_module
@@ -277,7 +277,7 @@ def _check_own_offsets(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     shape = _token_shape(args, kwargs)
     if shape is not None:
         for name in VARLEN_KEYS[:2]:
-            offsets = kwargs[name].detach().cpu()
+            offsets = without_padded_offsets(kwargs[name].detach().cpu())
             check_cu_seqlens(offsets, num_tokens=shape[0] * shape[1], name=name)
 
 

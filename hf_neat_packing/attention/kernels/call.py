@@ -22,7 +22,8 @@ class VarlenCall(NamedTuple):
         query: `[T, H, D]`.
         key: `[T, K, D]`.
         value: `[T, K, V]`.
-        cu_seqlens: int32 `[N+1]` on the device of the query, from 0 to `T`, strictly increasing.
+        cu_seqlens: int32 `[N+1]` on the device of the query, from 0 to `T`, strictly increasing; on
+            an accelerator the last one may be repeated.
         max_seqlen: tokens of the longest document.
         lengths: the document lengths on the host, or None where reading them would cost a
             synchronisation (accelerators).
@@ -56,4 +57,5 @@ class VarlenCall(NamedTuple):
         if self.lengths is not None:
             return self.lengths
         offsets = self.cu_seqlens.tolist()
-        return tuple(stop - start for start, stop in itertools.pairwise(offsets))
+        # Offsets of a fixed size repeat the last one: documents without a token.
+        return tuple(stop - start for start, stop in itertools.pairwise(offsets) if stop > start)
