@@ -23,6 +23,10 @@ LENGTHS: Final = (7, 1, 12, 5, 11)
 _BOUNDARY_KEYS = frozenset(
     {*VARLEN_KEYS, *METADATA_KEYS, DOCUMENT_MAP_KEY, "attention_mask", "position_ids", "seq_idx"}
 )
+
+# Options of a forward that ride in a batch, such as `use_cache=False`.
+_SWITCHES = (bool, int, float, str, type(None))
+
 _MAX_IDS = 4096
 _FALLBACK_IDS = 128
 
@@ -81,11 +85,11 @@ class PackedInputs:
                 labels[span.row, span.start] = IGNORE_INDEX
         return labels
 
-    def alone(self, document: int) -> dict[str, Tensor]:
+    def alone(self, document: int) -> dict[str, Any]:
         """Return the inputs of one document by itself, `[1, L]`, without anything about boundaries."""
         span = self.spans[document]
         return {
-            name: span.of(value)[None]
+            name: span.of(value)[None] if isinstance(value, Tensor) else value
             for name, value in self.batch.items()
             if name not in _BOUNDARY_KEYS and name != "labels"
         }
@@ -163,7 +167,8 @@ def read_batch(
             f"one document. Found: {sorted(batch)}."
         )
     for name, value in batch.items():
-        if name in _BOUNDARY_KEYS or (isinstance(value, Tensor) and value.shape[:2] == ids.shape):
+        by_token = isinstance(value, Tensor) and value.shape[:2] == ids.shape
+        if name in _BOUNDARY_KEYS or by_token or isinstance(value, _SWITCHES):
             continue
         raise BoundaryError(
             f"Column {name!r} is not [rows, tokens], so the audit cannot give each document its part of it. Audit a "

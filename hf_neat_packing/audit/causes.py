@@ -56,6 +56,12 @@ MASK_IN_BATCH: Final = Cause(
     "the batch brings a 2-D padding mask, which switches off that documents are found by restarting positions",
     "Leave `attention_mask` out; build batches with `DataCollatorForNeatPacking(model)`.",
 )
+CACHE: Final = Cause(
+    "cache",
+    "the model builds a cache, which switches off that documents are found by restarting positions",
+    'Pass `use_cache=False`; or load the model with attn_implementation="neat_varlen" and build batches with '
+    "`DataCollatorForNeatPacking(model)`, whose boundaries need no detection.",
+)
 OWN_MASK_CODE: Final = Cause(
     "M2",
     "attention is the model's own code and reads neither the boundaries nor the mask of the batch",

@@ -4,6 +4,7 @@ Under `neat_varlen` transformers' mask builder returns a mask that says how it w
 modules are handed one, the builder made it, and whether the model gave it a padding mask is written on it.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..attention import ATTENTION_KEY
-from ..attention.mask_entry import LazyMask
+from ..attention.mask_entry import LazyMask, MaskRecipe
 from ..isolation.conditions import under_key
 from ..wrappers import unwrap
 from .batches import PackedInputs
 from .causes import (
+    CACHE,
     MASK_IN_BATCH,
     MASK_OF_ALL_ONES,
     MASK_WITHOUT_BOUNDARIES,
@@ -30,41 +32,54 @@ def mask_cause(model: nn.Module, packed: PackedInputs) -> Cause:
     """Say why the mask of a model's attention does not keep documents apart.
 
     Args:
-        model: run once, without a mask in the batch; what it raises is left aside.
+        model: run once or twice, without a mask in the batch; what it raises is left aside.
         packed: the batch.
 
     Returns:
         No positions for the mask builder (M0), a padding mask of ones that the model makes for it (M1) or the batch
-        brings, or no mask of the builder (M2).
+        brings, a cache, or no mask of the builder (M2).
     """
+    recipes, ones = _recipes(model, packed, cached=False)
+    if not recipes:
+        return MASK_OF_ALL_ONES if ones else OWN_MASK_CODE
+    if any(recipe.attention_mask is not None for recipe in recipes):
+        return MASK_OF_ALL_ONES
+    if not _find_documents(recipes):
+        return MASK_WITHOUT_BOUNDARIES
+    given = packed.batch.get("attention_mask")
+    if isinstance(given, Tensor) and given.ndim == 2:
+        return MASK_IN_BATCH
+    return OWN_MASK_CODE if _find_documents(_recipes(model, packed, cached=True)[0]) else CACHE
+
+
+def _find_documents(recipes: Sequence[MaskRecipe]) -> bool:
+    patterns = [recipe.pattern for recipe in recipes]
+    return any(pattern is not None and pattern.document_map is not None for pattern in patterns)
+
+
+def _recipes(
+    model: nn.Module, packed: PackedInputs, *, cached: bool
+) -> tuple[list[MaskRecipe], bool]:
+    """Collect how the masks were built that modules are handed, and whether a mask of ones was made."""
     batch = {name: value for name, value in packed.batch.items() if name != "attention_mask"}
-    masks: list[LazyMask] = []
+    found: list[MaskRecipe] = []
 
     def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        masks.extend(v for v in (*args, *kwargs.values()) if isinstance(v, LazyMask))
+        found.extend(v.recipe for v in (*args, *kwargs.values()) if isinstance(v, LazyMask))
 
     inner = unwrap(model)
     handles = [
         module.register_forward_pre_hook(watch, with_kwargs=True) for module in inner.modules()
     ]
-    shape = tuple(packed.document_map.shape)
+    ones = _Ones(tuple(packed.document_map.shape))
     try:
-        ones = _Ones(shape)
         # An attention of the model's own may break on the mask; it was handed one then.
         with suppress(Exception), torch.no_grad(), under_key(inner, ATTENTION_KEY), ones:
-            forward(model, batch)
+            forward(model, batch, cached=cached)
     finally:
         for handle in handles:
             handle.remove()
-    if not masks:
-        return MASK_OF_ALL_ONES if ones.made else OWN_MASK_CODE
-    recipes = [mask.recipe for mask in masks]
-    if any(r.pattern is not None and r.pattern.document_map is not None for r in recipes):
-        # Without the batch's own mask the builder would have kept documents apart.
-        given = packed.batch.get("attention_mask")
-        return MASK_IN_BATCH if isinstance(given, Tensor) and given.ndim == 2 else OWN_MASK_CODE
-    padded = any(recipe.attention_mask is not None for recipe in recipes)
-    return MASK_OF_ALL_ONES if padded else MASK_WITHOUT_BOUNDARIES
+    return found, ones.made
 
 
 class _Ones(TorchFunctionMode):

@@ -38,6 +38,13 @@ def test_a_leak_is_placed_and_named(model_type, key, cause, module):
     assert report.finding.advice
 
 
+def test_a_cache_that_hides_the_documents_is_named():
+    model = tiny_model("llama", attn_implementation="sdpa")
+    batch = positions_only(model)
+    assert audit_model(model, batch=batch).finding.cause == "cache"
+    assert audit_model(model, batch=batch | {"use_cache": False}).verdict == "exact"
+
+
 def test_positions_that_have_no_effect_are_named():
     model = tiny_model("bart", attn_implementation="neat_varlen")
     report = audit_model(model)
