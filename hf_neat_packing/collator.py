@@ -25,6 +25,7 @@ from .contract import (
     resolve_packing_contract,
     varlen_kwargs,
 )
+from .documents import pad_offsets
 from .errors import ContractError, UnsupportedModelError
 from .isolation import isolation_of
 from .joined_batch import join_packed_batch
@@ -75,6 +76,8 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         row_length: fixed tokens of a row. Packs lie one to a row; single documents are packed
             into as few rows as best-fit decreasing needs.
         pad_to_multiple_of: round rows up to a multiple of this.
+        max_documents: give every batch the same shapes, for one compiled graph: offsets have room for this many
+            documents (padding counts as one), and the longest is said to be `row_length`, which must be given.
         pad_token_id: token id of the padding tail.
         columns: rules for further columns, by name: a `ColumnRule` or its kind.
         rows: `flat` joins the batch into one row, `packs` gives each feature a row of its own.
@@ -112,6 +115,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         contract: PackedSequenceContract | None = None,
         row_length: int | None = None,
         pad_to_multiple_of: int | None = None,
+        max_documents: int | None = None,
         pad_token_id: int = 0,
         columns: Mapping[str, ColumnRule | str] | None = None,
         rows: Literal["flat", "packs"] | None = None,
@@ -155,6 +159,12 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         self.capabilities = capabilities
         self.row_length = row_length
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.max_documents = max_documents
+        if max_documents is not None and row_length is None:
+            raise ContractError(
+                f"max_documents={max_documents} promises batches of one shape, but without `row_length` rows are as "
+                "long as their documents. Give `row_length` too."
+            )
         self.pad_token_id = pad_token_id
         self.join_documents = join_documents
         self.columns = dict(columns or {})
@@ -255,7 +265,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         document_map = packed.document_map
         keys: dict[str, Any] = {DOCUMENT_MAP_KEY: document_map}
         if self.capabilities.packed_mask_type == "flash_varlen":
-            keys |= varlen_kwargs(packed.cu_seqlens, packed.max_seqlen)
+            keys |= self._offsets(packed)
         elif self.capabilities.packed_mask_type == "document_ids":
             keys["attention_mask"] = document_map
         else:
@@ -270,6 +280,12 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         if self.capabilities.requires_packed_sequence_metadata:
             keys |= build_packed_sequence_metadata(document_map)
         return keys
+
+    def _offsets(self, packed: PackedBatch) -> dict[str, Any]:
+        if self.max_documents is None or self.row_length is None:
+            return varlen_kwargs(packed.cu_seqlens, packed.max_seqlen)
+        width = packed.document_map.shape[1]
+        return varlen_kwargs(pad_offsets(packed.cu_seqlens, self.max_documents), width)
 
 
 def _resolve(
