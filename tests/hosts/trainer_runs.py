@@ -1,6 +1,5 @@
 """The real Trainer on packs, and its controls: the same documents unpacked, and packs whose boundaries were lost."""
 
-import copy
 import functools
 import random
 
@@ -92,16 +91,27 @@ def arguments(folder, **options):
     return TrainingArguments(output_dir=str(folder), **options)
 
 
-def train(model, data, collator, folder, *, trainer=None, callbacks=(), resume=None, **options):
+def train(
+    model,
+    data,
+    collator,
+    folder,
+    *,
+    host=CountingTrainer,
+    trainer=None,
+    callbacks=(),
+    resume=None,
+    **options,
+):
     """Train, and return what the watch saw and what updates were divided by."""
     watch = Watch()
     given = trainer or {}
-    host = CountingTrainer(
+    running = host(
         model=model.train(), args=arguments(folder, **options), train_dataset=data, data_collator=collator,
         callbacks=[watch, *callbacks], **given,
     )  # fmt: skip
-    host.train(resume_from_checkpoint=resume)
-    return watch, host.counts
+    running.train(resume_from_checkpoint=resume)
+    return watch, running.counts
 
 
 def weights(model):
@@ -127,7 +137,3 @@ def unpacked(folder, dtype=torch.float32, items=()):
     model = tiny_model("llama", "sdpa", dtype)
     watch, counts = train(model, packs(), Padded(), folder, **dict(items))
     return model, watch, counts
-
-
-def copied(model):
-    return copy.deepcopy(model)
