@@ -3,19 +3,17 @@
 import json
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import transformers
 import typer
 from rich.console import Console
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ..errors import NeatPackingError
 from .cards import CARDS, render_cards, stale_cards, write_cards
+from .loading import load_model
 from .model_audit import audit_model
 from .report import print_report, print_zoo, report_json
-from .zoo import model_types, tiny_model
 from .zoo_run import ATTENTIONS, RESULTS, read_results, run_zoo, worst_verdict
 
 
@@ -96,7 +94,7 @@ def _audit_one(name: str, attention: str, console: Console, *, hooks: bool, as_j
 
     notes: list[str] = []
     try:
-        model = _load(name, attention)
+        model = load_model(name, attention)
         if hooks:
             notes = str(isolate(model)).splitlines()
         report = audit_model(model)
@@ -113,13 +111,3 @@ def _audit_one(name: str, attention: str, console: Console, *, hooks: bool, as_j
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         print_report(report, console)
     return 0 if report.verdict == "exact" else 1
-
-
-def _load(name: str, attention: str) -> nn.Module:
-    """Load a model: a tiny one where the name is a type of the zoo and no folder of that name is there."""
-    if name in model_types() and not Path(name).exists():
-        return tiny_model(name, attn_implementation=attention)
-    architectures = getattr(AutoConfig.from_pretrained(name), "architectures", None) or [""]
-    masked = architectures[0].endswith("ForMaskedLM")
-    auto: Any = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-    return auto.from_pretrained(name, attn_implementation=attention)  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import UnsupportedModelError
+from .own_tables import reason_of_own_table
 from .zoo_configs import tiny_config
 from .zoo_sizes import ENCODER_EXCEPTIONS
 
@@ -78,7 +79,7 @@ def tiny_model(
         except Exception as error:
             raise UnsupportedModelError(
                 f"{model_type} cannot be built with attention {attn_implementation or 'default'}: "
-                f"{_reason(error, attn_implementation)}"
+                f"{_reason(error, model_type, attn_implementation)}"
             ) from error
     model = model.float()
     redraw_weights(model, seed=seed)
@@ -89,12 +90,9 @@ def tiny_model(
     return model.eval()
 
 
-def _reason(error: Exception, attention: str | None) -> str:
-    if isinstance(error, KeyError) and error.args == (attention,):
-        return (
-            f"its class picks attention from a table of its own, which has no {attention!r}. Load it with "
-            "'eager' or 'sdpa'; the collator follows."
-        )
+def _reason(error: Exception, model_type: str, attention: str | None) -> str:
+    if attention is not None and isinstance(error, KeyError) and error.args == (attention,):
+        return reason_of_own_table(model_class_name(model_type), attention)
     return f"{type(error).__name__}: {error}"
 
 

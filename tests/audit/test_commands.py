@@ -4,9 +4,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from hf_neat_packing.audit import audit_model
 from hf_neat_packing.audit.commands import audit_command, card_command
+from hf_neat_packing.audit.loading import load_model
 from hf_neat_packing.audit.zoo import tiny_model
 from hf_neat_packing.audit.zoo_run import audit_type
+from hf_neat_packing.errors import UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +75,28 @@ def test_cards_are_written_and_checked(app, tmp_path):
     assert result.exit_code == 1
     assert "llama.md" in result.output
     assert run(app, "card", "--results", str(tmp_path / "none"), *options[2:]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("falcon", "attn_implementation='eager' or attn_implementation='sdpa'"),
+        ("gpt_neo", "attn_implementation='eager'"),
+        ("git", "attn_implementation='eager'"),
+    ],
+)
+def test_a_class_with_a_table_of_attentions_is_named_with_the_keys_it_has(
+    model_type, words, tmp_path
+):
+    # Without a word of ours, loading it is a bare KeyError.
+    with pytest.raises(UnsupportedModelError, match=r"table of its own") as caught:
+        tiny_model(model_type, attn_implementation="neat_varlen")
+    assert words in str(caught.value)
+    model = tiny_model(model_type, attn_implementation="eager")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=type(model).__name__) as caught:
+        load_model(str(tmp_path), "neat_varlen")
+    assert words in str(caught.value)
+    assert isinstance(caught.value.__cause__, KeyError)
+    # The remedy holds.
+    assert audit_model(load_model(str(tmp_path), "eager"), gradients=False).verdict == "exact"
