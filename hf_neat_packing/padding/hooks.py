@@ -129,6 +129,8 @@ class PaddingFree:
 
     def _pack(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hand the layers a packed row, and remember where its tokens go."""
+        # Pushed first: the hook behind the backbone pops even where this one raises.
+        _running.set((*_running.get(), None))
         named = _by_name(self._parameters, args, kwargs)
         waiting = _waiting.get()
         if waiting is not None and waiting.backbone is module:
@@ -137,9 +139,8 @@ class PaddingFree:
         elif self._is_padded(named):
             packed, places = self._packed(named)
         else:
-            _running.set((*_running.get(), None))
             return None
-        _running.set((*_running.get(), places))
+        _running.set((*_running.get()[:-1], places))
         kept = {n: v for n, v in named.items() if not isinstance(v, Tensor) and n not in packed}
         if "use_cache" in self._parameters:
             packed = packed | {"use_cache": False}
