@@ -50,7 +50,7 @@ def optimizer_of(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def train_alone(model, steps, dtype=torch.float32, targets=None):
+def train_alone(model, steps, dtype=torch.float32, *, targets=None, optimizer_of=optimizer_of):
     """Train on documents one by one: a step's gradient is of the mean over all its targets.
 
     Args:
@@ -58,6 +58,7 @@ def train_alone(model, steps, dtype=torch.float32, targets=None):
         steps: the documents of each step.
         dtype: of weights and gradients.
         targets: divides the loss of every step; None: the step's own targets.
+        optimizer_of: makes the optimizer of a model.
 
     Returns:
         The weights after the last step, and the loss of each step.
@@ -97,14 +98,14 @@ class OneProcess:
     Args:
         model: the starting point.
         steps: the documents of each step.
-        targets: divides the loss of every step; None: the step's own targets.
+        **options: of `train_alone`.
     """
 
-    def __init__(self, model, steps, targets=None):
+    def __init__(self, model, steps, **options):
         self.start = weights_of(model)
         self.tokens = sum(len(ids) for documents in steps for ids in documents)
-        self.same, self.losses = train_alone(model, steps, targets=targets)
-        self.truth, self.true_losses = train_alone(model, steps, torch.float64, targets)
+        self.same, self.losses = train_alone(model, steps, **options)
+        self.truth, self.true_losses = train_alone(model, steps, torch.float64, **options)
 
     def excess(self, weights):
         """How far other weights are from float64, in units of what is allowed; equal: at most 1.
