@@ -54,7 +54,8 @@ class PackingCallback(TrainerCallback):  # type: ignore[misc]
         _require_no_grouping(args)
         if self.dry_run:
             self.proof = prove_isolation(model, collator)
-            require_label_rule(model, collator, self.proof.shifts_labels)
+            if self.proof.answers_per_token:
+                require_label_rule(model, collator, self.proof.shifts_labels)
 
 
 def require_packing_collator(collate_fn: Any) -> DataCollatorForNeatPacking:

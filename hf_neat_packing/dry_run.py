@@ -52,12 +52,14 @@ class IsolationProof(NamedTuple):
         distance_from_alone: largest difference between the second document in the pack and alone.
         shifts_labels: whether the model's loss compares a token with the next one's label; None where no loss
             reads the labels of tokens.
+        answers_per_token: whether the model answers for each token, not once for each document.
     """
 
     layers: tuple[LayerProof, ...]
     change_in_second: float
     distance_from_alone: float
     shifts_labels: bool | None
+    answers_per_token: bool = True
 
 
 def prove_isolation(model: nn.Module, collator: Any) -> IsolationProof:
@@ -104,7 +106,8 @@ def prove_isolation(model: nn.Module, collator: Any) -> IsolationProof:
             "inside, or by distances that do not restart. `hf_neat_packing.isolation.isolate(model)` may repair it; "
             "or train this model unpacked."
         )
-    return IsolationProof(layers, leak, distance, shift_of_losses(first_loss, last_loss))
+    shift = shift_of_losses(first_loss, last_loss)
+    return IsolationProof(layers, leak, distance, shift, by_token)
 
 
 def require_label_rule(model: nn.Module, collator: Any, shifts: bool | None) -> None:

@@ -238,9 +238,10 @@ def test_what_cannot_be_packed_is_refused_by_name():
 
 
 def test_further_columns_are_packed_by_their_shape():
-    batch, trained = padded(rows_of((3, 5)), "left"), [[0, 0, 0, 1, 1], [0, 0, 1, 1, 1]]
+    batch = padded(rows_of((3, 5)), "left")
+    trained = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 1, 1, 1]])
     more = {
-        "advantages": torch.tensor([0.5, -1.0]), "ref": batch["input_ids"] * 0.5, "completion_mask": torch.tensor(trained)
+        "advantages": torch.tensor([0.5, -1.0]), "ref": batch["input_ids"] * 0.5, "completion_mask": trained
     }  # fmt: skip
     packed = pack_padded(batch | more)
     assert packed["advantages"].tolist() == [0.5, -1.0]
