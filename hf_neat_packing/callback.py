@@ -12,7 +12,12 @@ from transformers import TrainerCallback
 from .capabilities import model_capabilities
 from .collator import DataCollatorForNeatPacking
 from .contract import PackingCapabilities
-from .dry_run import IsolationProof, prove_isolation, require_label_rule
+from .dry_run import (
+    IsolationProof,
+    prove_isolation,
+    require_balance_without_padding,
+    require_label_rule,
+)
 from .errors import ContractError
 from .hooks.metadata import entry_hook, rebuild_varlen_kwargs_at_model_entry
 from .wrappers import unwrap
@@ -52,6 +57,7 @@ class PackingCallback(TrainerCallback):  # type: ignore[misc]
         require_same_layout(model, collator)
         _require_uncut_batches(args, loader, model, collator.capabilities)
         _require_no_grouping(args)
+        require_balance_without_padding(model, collator)
         if self.dry_run:
             self.proof = prove_isolation(model, collator)
             if self.proof.answers_per_token:

@@ -27,6 +27,7 @@ from .hooks.metadata import (
     is_indexed_packed_mask,
     remove_entry_hook,
 )
+from .hooks.routing import leave_padding_out_of_routing
 from .layer_masks import describe_layers
 from .layouts import (
     backend_attention,
@@ -155,10 +156,11 @@ def configure_packing(
 ) -> PackingCapabilities:
     """Prepare the entry of a model for packed batches and return their contract.
 
-    One removable hook at most: native FlashAttention-4 gets the bundle flattened; models that read varlen kwargs
-    get them rebuilt from the document map of each microbatch; the others get an unused bundle
+    One removable hook at the entry at most: native FlashAttention-4 gets the bundle flattened; models that
+    read varlen kwargs get them rebuilt from the document map of each microbatch; the others get an unused bundle
     taken away, and document numbers refused where they read 4-D masks. Recurrent models read the bundle
-    themselves and get no hook. A hook of an earlier call is replaced.
+    themselves and get no hook. A hook of an earlier call is replaced. Models with a router get hooks that leave
+    padding out of its balance loss (`hooks.routing`).
 
     Args:
         attn_implementation: from `get_model_attn_implementation`.
@@ -176,6 +178,7 @@ def configure_packing(
         validate_flash_packing_support(attn_implementation, model)
     if not isinstance(model, nn.Module):
         return capabilities
+    leave_padding_out_of_routing(model)
     if capabilities.uses_native_fa4:
         install_native_fa4_metadata_hook(model)
     elif capabilities.requires_packed_sequence_metadata:

@@ -28,6 +28,7 @@ from .contract import (
 from .documents import pad_offsets
 from .errors import ContractError, UnsupportedModelError
 from .isolation import isolation_of
+from .isolation.long_range import require_one_rotary_table, rotary_limit
 from .joined_batch import join_packed_batch
 from .label_shift import declared_shift
 from .loss_labels import (
@@ -189,6 +190,8 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             loss_per, mask_tokens, loss, accepted_keys=self.accepted_keys, separator_id=separator_id
         )
         self.media = media_layout(model, position_index)
+        plain = model is not None and isolation_of(model) is None
+        self.rotary_limit = rotary_limit(unwrap(model)) if plain else None
 
     def __call__(
         self,
@@ -205,6 +208,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
 
         Raises:
             ColumnError: columns that cannot be packed, or no token at all.
+            UnsupportedModelError: documents for which the model would choose different rotary tables alone.
         """
         if return_tensors not in (None, "pt"):
             raise ContractError(
@@ -228,6 +232,8 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         if self.join_documents:
             by = self.join_documents if isinstance(self.join_documents, str) else None
             packed = join_packed_batch(packed, by, position_start=self.position_ids_start)
+        if self.rotary_limit is not None:
+            require_one_rotary_table(packed.cu_seqlens.diff().tolist(), self.rotary_limit)
         batch = packed.tokens | packed.per_document | packed.media
         if "label" in packed.per_document and "labels" not in batch:
             # As every collator of transformers names it for the model.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ContractError, UnsupportedModelError
+from .hooks.routing import asks_for_router_logits, has_router, routing_hooks
 from .label_shift import shift_of_losses
 from .two_documents import LENGTHS, AttentionCall, evaluating, run_row, two_documents
 from .wrappers import unwrap
@@ -143,6 +144,35 @@ def require_label_rule(model: nn.Module, collator: Any, shifts: bool | None) -> 
         f"is {declared!r}: the collator would take away the label of each document's first token, and make labels "
         "that ask for the token itself. Write `DataCollatorForNeatPacking(model, shifted_labels=False)` and give the "
         "data a `labels` column that is shifted already."
+    )
+
+
+def require_balance_without_padding(model: nn.Module, collator: Any) -> None:
+    """Raise where a router's balance loss is trained and would count padding, which no output shows.
+
+    Args:
+        model: the model, in its wrappers.
+        collator: a `DataCollatorForNeatPacking`.
+
+    Raises:
+        ContractError: naming the class and the two ways out.
+    """
+    inner = unwrap(model)
+    if not (has_router(inner) and asks_for_router_logits(inner, {})) or routing_hooks(inner):
+        return
+    pads = (
+        collator.row_length is not None
+        or collator.pad_to_multiple_of is not None
+        or collator.rows == "packs"
+    )
+    # A mask of another form than 0 and 1 `[B, S]` is no padding mask, and the loss reads it as one.
+    if not pads and collator.capabilities.packed_mask_type == "flash_varlen":
+        return
+    raise ContractError(
+        f"{type(inner).__name__} has `output_router_logits = True`, so the balance loss of its router is trained, and "
+        "the batch has no padding mask for it: padding would count, or the loss raise on a mask of another form. Write "
+        "`isolate(model)` or `configure_packing_for_models([model])` before training: their hooks leave padding out. "
+        "Or `model.config.output_router_logits = False`."
     )
 
 

@@ -134,6 +134,8 @@ class ModelEntry(Scope):
             if name not in BOUNDARY_KEYS and name != "attention_mask"
         }
         padding = _padding(call, _device(args, kwargs))
+        if layout.real is not None:
+            call.layout.real = take(layout.real, call, layout) & ~padding
         for name, value in moved.items():
             if not isinstance(value, Tensor) or tuple(value.shape[:2]) != tuple(padding.shape):
                 continue

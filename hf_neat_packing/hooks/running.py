@@ -38,12 +38,14 @@ class RowLayout:
         lengths: tokens of each document in row order, runs of padding included; where `padded`,
             each row is one document of this length with padding behind it.
         padded: whether each row holds one document and padding that nobody reads.
+        real: bool `[B, S]`, False at padding; None where nobody says.
     """
 
     def __init__(
         self, rows: int, row_length: int, lengths: tuple[int, ...], *, padded: bool = False
     ) -> None:
         self.rows, self.row_length, self.lengths, self.padded = rows, row_length, lengths, padded
+        self.real: Tensor | None = None
         self.cached: dict[Any, Any] = {}
 
     @classmethod
@@ -51,7 +53,9 @@ class RowLayout:
         """Read a document map `[B, S]`; costs one device synchronisation."""
         offsets, _ = full_stream_cu_seqlens(document_map.cpu())
         rows, row_length = document_map.shape
-        return cls(rows, row_length, tuple(offsets.diff().tolist()))
+        layout = cls(rows, row_length, tuple(offsets.diff().tolist()))
+        layout.real = document_map != 0
+        return layout
 
     @property
     def one_document_a_row(self) -> bool:

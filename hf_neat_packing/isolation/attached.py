@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from ..hooks.entry import ModelEntry
+from ..hooks.routing import leave_padding_out_of_routing, routing_hooks
 from ..wrappers import unwrap
 from .base import Removable, Repair
 
@@ -33,6 +34,7 @@ class Attached:
     Attributes:
         entry: the hooks at the entry, the scope of all others.
         applied: the repairs that were kept, in order.
+        routing: the hooks that leave padding out of a router's counts, or None where there is no router.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,6 +44,9 @@ class Attached:
         self._handles: dict[Applied, list[Removable]] = {}
         self._declared_before: tuple[Any] | None = None
         self.entry.attach()
+        # After the entry, so that what the entry hands on is seen.
+        self._had_routing = routing_hooks(model) is not None
+        self.routing = leave_padding_out_of_routing(model, scope=self.entry)
 
     def declare_offsets(self) -> None:
         """Let batches be written with offsets: masks are made inside, where each layer's own is known."""
@@ -83,6 +88,10 @@ class Attached:
         """Take everything off and leave the model as it was."""
         self.take_off_repairs()
         self.entry.remove()
+        if self.routing is not None and self._had_routing:
+            self.routing.scope = None
+        elif self.routing is not None:
+            self.routing.remove()
         if self._declared_before is not None:
             del self.inner.packed_mask_type
             if self._declared_before[0] is not None:

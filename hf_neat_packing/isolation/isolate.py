@@ -5,42 +5,29 @@ heal it is taken off again. The last resort is the whole model on one document p
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import nn
 
 from ..capabilities import get_model_attn_implementation
 from ..errors import UnsupportedModelError
+from ..hooks.routing import asks_for_router_logits
 from ..hooks.running import BOUNDARY_KEYS, Scope
 from ..label_shift import declared_shift, measured_shift
 from ..wrappers import unwrap
 from .attached import Applied, Attached
+from .balance import moved_by_padding
 from .base import Repair
 from .conditions import undisturbed
 from .long_range import RotaryTablesPerDocument, TemperatureOfLongRows
 from .mask_repairs import MarkOtherDocuments, MaskOtherDocuments, OwnAttention, takes_lazy_mask
-from .probe import BATCH_NORMS, ONE_ROW, TWO_ROWS, ForwardRaised, Probe, Verdict, contract_of
+from .notes import BALANCE, LAST_RESORT, PADDED_BALANCE, UNSHIFTED, batch_norm_notes
+from .probe import ONE_ROW, TWO_ROWS, ForwardRaised, Probe, Verdict, contract_of
 from .record import ModuleCall
 from .repairs import RestartPositions, candidates
 from .report import IsolationReport, isolation_of
 from .search import EagerSearch, Search
 
 _MOST_SEARCHES = 400
-_PADDED = (
-    "last resort: the whole model runs on one document per padded row, so every slot of padding up to the longest "
-    "document of a batch costs as much as a token"
-)
-_LAST_RESORT = {
-    "plain": _PADDED,
-    "masked": _PADDED,
-    "each": "last resort: the whole model runs once per distinct document length, as padding disturbs it too; a batch "
-    "costs as many forwards as it has lengths",
-}
-
-_UNSHIFTED = (
-    "the loss compares each token with its own label, not with the next one's, whatever its `loss_type` says: the "
-    "collator keeps the labels of the data as they are and makes none"
-)
 
 
 def isolate(model: nn.Module, *, seed: int = 0) -> IsolationReport:
@@ -94,7 +81,7 @@ class _Isolation:
 
     def __init__(self, model: nn.Module, attached: Attached, seed: int) -> None:
         self.model, self.attached, self.inner, self.seed = model, attached, attached.inner, seed
-        self.notes = list(_coupled_by_design(self.inner))
+        self.notes = list(batch_norm_notes(self.inner))
         try:
             self.probe = Probe(model, contract_of(model), seed=seed)
         except UnsupportedModelError as refusal:
@@ -123,6 +110,7 @@ class _Isolation:
             after = self._repaired()
         if not self.probe.holds(after):
             after = self._unpacked(after)
+        self._judge_balance_loss()
         return IsolationReport(
             model_class=type(self.inner).__name__,
             attention_key=self.probe.capabilities.attention_key,
@@ -136,11 +124,28 @@ class _Isolation:
             _attached=self.attached,
         )
 
+    def _judge_balance_loss(self) -> None:
+        """Say what the balance loss of a router holds; refuse where it is trained and counts padding."""
+        moved = moved_by_padding(self.probe)
+        if moved is None:
+            return
+        if moved <= self.probe.tolerance:
+            self.notes.append(BALANCE)
+        elif not asks_for_router_logits(self.inner, {}):
+            self.notes.append(PADDED_BALANCE)
+        else:
+            raise UnsupportedModelError(
+                f"{type(self.inner).__name__} asks for router logits, and a padding tail moves its balance loss by "
+                f"{moved:.1g} of its value, which no hook changes: padding would train the router. Accepted: "
+                "`model.config.output_router_logits = False`; or rows without padding and "
+                "`DataCollatorForNeatPacking(model)` without `isolate`."
+            )
+
     def _label_shift(self) -> bool | None:
         """Measure which label each token of a document is compared with."""
         shifts = measured_shift(self.model, self.probe.alone_inputs(self.probe.sample().rows[0][0]))
         if shifts is False and declared_shift(self.inner):
-            self.notes.append(_UNSHIFTED)
+            self.notes.append(UNSHIFTED)
         return shifts
 
     def _write_offsets(self, why: str) -> None:
@@ -283,7 +288,7 @@ class _Isolation:
             entry.unpack = how
             after = self._check()
             if self.probe.holds(after):
-                self.notes.append(_LAST_RESORT[how])
+                self.notes.append(LAST_RESORT[how])
                 return after
         entry.unpack = None
         key = self.probe.capabilities.attention_key
@@ -297,20 +302,6 @@ class _Isolation:
 def _is_whole_model(call: ModuleCall) -> bool:
     """Whether a module is a whole model inside: those are run at the root, or not at all."""
     return any(name in call.arguments[1] for name in ("input_ids", "inputs_embeds"))
-
-
-def _coupled_by_design(model: Any) -> list[str]:
-    """Say what a row's documents share on purpose."""
-    notes = []
-    config = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", lambda: config)() if config is not None else None
-    if getattr(text, "router_aux_loss_coef", None) or getattr(text, "output_router_logits", False):
-        notes.append(
-            "the router's balance loss is taken over all tokens of a batch, so it couples documents by design"
-        )
-    if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
-        notes.append("batch norm couples all tokens of a batch in training mode by design")
-    return notes
 
 
 __all__ = ["Applied", "IsolationReport", "isolate", "isolation_of"]

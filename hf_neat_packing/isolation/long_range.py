@@ -4,7 +4,7 @@ A probe of a few tokens cannot see them, so these modules are repaired whether o
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,14 +57,7 @@ class RotaryTablesPerDocument(Repair):
 
     def attach(self, module: nn.Module) -> list[Removable]:
         """Put the hooks of `PerDocument` on a rotary module; the layers' attention stays untouched."""
-        original = original_lengths(module)
-        if original is None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} scales its rotary table by the longest document, and does not say up to "
-                "which length it is unscaled: one long document would change the short ones. Accepted: a rope "
-                "config with `original_max_position_embeddings`."
-            )
-        groups = _LengthGroups(original, by_length="dynamic" in _rope_types(module))
+        groups = _LengthGroups(_stated_length(module), by_length="dynamic" in _rope_types(module))
         hooks = PerDocument(
             self.scope, groups=groups, within_rows=True, needed=groups.differ, before=_forget
         )
@@ -93,6 +86,74 @@ class _LengthGroups:
 
     def __hash__(self) -> int:
         return hash((self.original, self.by_length))
+
+
+class RotaryLimit(NamedTuple):
+    """Up to which length documents share one rotary table, in a model without per-document tables.
+
+    Attributes:
+        model: name of its class.
+        length: tokens up to which a document is unscaled.
+        by_length: whether longer documents have a table for each length (`dynamic`), not one for all (`longrope`).
+    """
+
+    model: str
+    length: int
+    by_length: bool
+
+
+def rotary_limit(model: nn.Module) -> RotaryLimit | None:
+    """Read up to which length a model's documents share one rotary table; None where length does not matter.
+
+    Args:
+        model: the unwrapped model.
+
+    Raises:
+        UnsupportedModelError: a scaled table that does not say up to which length it is unscaled.
+    """
+    scaled = [module for module in model.modules() if RotaryTablesPerDocument.fits(module)]
+    lengths = [_stated_length(module) for module in scaled]
+    if not lengths:
+        return None
+    by_length = any("dynamic" in _rope_types(module) for module in scaled)
+    return RotaryLimit(type(model).__name__, min(lengths), by_length)
+
+
+def require_one_rotary_table(segments: Sequence[int], limit: RotaryLimit) -> None:
+    """Raise where a batch holds documents for which the model would choose different tables alone.
+
+    Args:
+        segments: tokens of each document and each padding tail of the batch.
+        limit: of the model.
+
+    Raises:
+        UnsupportedModelError: naming the lengths.
+    """
+    longest, shortest = max(segments), min(segments)
+    if longest <= limit.length or (shortest > limit.length and not limit.by_length):
+        return
+    what = (
+        "its table would follow the longest document that it has seen"
+        if limit.by_length
+        else f"the {shortest} tokens of another one would get its table"
+    )
+    raise UnsupportedModelError(
+        f"{limit.model} scales its rotary table for documents of more than {limit.length} tokens, and a batch holds "
+        f"{longest}: {what}, and not be computed as alone. Write `isolate(model)` before the collator is built: it "
+        f"gives each document its own table. Or keep documents and padding within {limit.length} tokens "
+        f"(`pack_dataset(..., max_length={limit.length})`)."
+    )
+
+
+def _stated_length(module: nn.Module) -> int:
+    original = original_lengths(module)
+    if original is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} scales its rotary table by the longest document, and does not say up to "
+            "which length it is unscaled: one long document would change the short ones. Accepted: a rope "
+            "config with `original_max_position_embeddings`."
+        )
+    return original
 
 
 def _forget(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 from hf_neat_packing import DataCollatorForNeatPacking
 from hf_neat_packing.audit.zoo import tiny_model
-from hf_neat_packing.isolation import isolate
+from hf_neat_packing.errors import UnsupportedModelError
+from hf_neat_packing.isolation import isolate, isolation_of
 
 LENGTHS = [7, 1, 12, 5, 9]
 SIZES = {
@@ -47,7 +48,8 @@ def fresh(build, docs):
 
 
 def errors(model, docs, truth, **options):
-    collate = DataCollatorForNeatPacking(model, **options)
+    # From an isolated model; else without one, as its collator refuses what is not exact.
+    collate = DataCollatorForNeatPacking(model if isolation_of(model) else None, **options)
     batch = collate([{"input_ids": ids.tolist()} for ids in docs])
     batch.pop("labels")
     with torch.no_grad():
@@ -112,3 +114,39 @@ def test_the_attention_temperature_counts_from_each_documents_start():
     model = build()
     with isolate(model):
         assert max(errors(model, docs, truth).values()) < 1e-5
+
+
+def batch_of(model, lengths, **options):
+    collate = DataCollatorForNeatPacking(model, **options)
+    return collate([{"input_ids": ids.tolist()} for ids in documents(lengths)])
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_the_collator_refuses_documents_of_different_rotary_tables_and_names_the_length(rope_type):
+    model = scaled(LlamaConfig, rope_type)
+    batch_of(model, [7, 1, 8, 5])
+    with pytest.raises(UnsupportedModelError, match=r"(?s)more than 8 tokens.*12.*max_length=8"):
+        batch_of(model, LENGTHS)
+    # A padding tail is numbered too, and longer than any document here.
+    with pytest.raises(UnsupportedModelError, match=r"more than 8 tokens"):
+        batch_of(model, [7, 1, 8, 5], row_length=32)
+    with isolate(model):
+        batch_of(model, LENGTHS, row_length=21)
+    with pytest.raises(UnsupportedModelError, match=r"isolate\(model\)"):
+        batch_of(model, LENGTHS)
+
+
+def test_documents_that_are_all_long_share_the_long_table_of_longrope():
+    lengths = [11, 20, 9]
+    model = scaled(LlamaConfig, "longrope")
+    batch = batch_of(model, lengths)
+    batch.pop("labels")
+    docs = documents(lengths)
+    truth = fresh(lambda: scaled(LlamaConfig, "longrope"), docs)
+    with torch.no_grad():
+        found = values(model(**batch))[0].split(lengths)
+    for part, alone in zip(found, truth, strict=True):
+        torch.testing.assert_close(part, alone, rtol=1e-4, atol=1e-4)
+    # A dynamic table remembers the longest document that it has seen.
+    with pytest.raises(UnsupportedModelError, match="follow the longest document"):
+        batch_of(scaled(LlamaConfig, "dynamic"), lengths)
