@@ -14,9 +14,10 @@ from typing import Any
 
 from hf_neat_packing.errors import ColumnError, NeatPackingError
 
-SUMMARY_NAME = "packing.json"
-_WORK_NAME = "work.json"
-_REPORTS = "reports"
+# Readers of parquet folders pass over names that begin so.
+SUMMARY_NAME = "_packing.json"
+_WORK_NAME = "_work.json"
+_REPORTS = "_reports"
 _UNFINISHED = ".unfinished"
 _ATTEMPT = ".attempt"
 

@@ -125,7 +125,7 @@ def pack_shards(
         force: Replace the packs of an earlier run, and throw away unfinished ones of another.
 
     Returns:
-        What was written, counted; `packing.json` in the folder says the same.
+        What was written, counted; `_packing.json` in the folder says the same.
 
     Raises:
         ColumnError: If shards or folder are not as said above, or documents cannot be packed.

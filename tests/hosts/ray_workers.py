@@ -14,7 +14,7 @@ def _die_while_writing(folder, times, after):
 
     def watch():
         while True:
-            finished = len(list(folder.glob("*.unfinished/reports/0*.json")))
+            finished = len(list(folder.glob("*.unfinished/_reports/0*.json")))
             if finished >= after and list(folder.glob("*.unfinished/.*.unfinished")):
                 break
             time.sleep(0.0002)

@@ -2,6 +2,9 @@
 
 import json
 import os
+import runpy
+import sys
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -12,11 +15,17 @@ from ray_workers import DeadlyWord
 
 import hf_neat_packing
 from hf_neat_packing import DataCollatorForNeatPacking, pack_dataset
-from hf_neat_packing.errors import ColumnError, NeatPackingError, PlanningError
+from hf_neat_packing.errors import (
+    ColumnError,
+    MissingDependencyError,
+    NeatPackingError,
+    PlanningError,
+)
 from hf_neat_packing.shards import pack_shards
 
 SHARDS, DOCUMENTS, GROUP = 3, 400, 100
 MAX_LENGTH = 64
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "ray_packing.py"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,7 +110,7 @@ def test_two_workers_write_the_packs_that_one_process_plans(shards, tmp_path):
             {name: [ids.tolist() for ids in column] for name, column in pack.items()}
             for pack in expected
         ]
-    summary = json.loads((result.folder / "packing.json").read_text())
+    summary = json.loads((result.folder / "_packing.json").read_text())
     assert summary["packs"] == result.packs
     assert not list(result.folder.rglob(".*"))
     assert not (tmp_path / "packs.unfinished").exists()
@@ -202,3 +211,24 @@ def test_a_shard_that_changed_since_an_unfinished_run_is_noticed(shards, tmp_pat
         pack_shards(shard, tmp_path / "packs", max_length=32)
     result = pack_shards(shard, tmp_path / "packs", max_length=32, force=True)
     assert result.documents_kept == DOCUMENTS
+
+
+def test_the_example_packs_all_docstrings(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "argv", ["ray_packing.py"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "0 dropped, 0 cut" in shown
+    assert "tokens of" in shown
+    packs = pq.read_table(tmp_path / "packs").column("input_ids").to_pylist()
+    pieces = [bytes(ids) for pack in packs for ids in pack]
+    shards = pq.read_table(tmp_path / "docstring-shards").column("input_ids").to_pylist()
+    assert sum(map(len, pieces)) == sum(map(len, shards))
+    assert {bytes(ids) for ids in shards if len(ids) <= 2048} <= set(pieces)
+
+
+def test_without_ray_the_error_says_what_to_install(shards, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    with pytest.raises(MissingDependencyError, match=r"hf-neat-packing\[ray\]"):
+        pack_shards(shards, tmp_path / "packs", max_length=64)
