@@ -26,7 +26,7 @@ from .contract import (
     varlen_kwargs,
 )
 from .documents import pad_offsets
-from .errors import ContractError, UnsupportedModelError
+from .errors import ColumnError, ContractError, UnsupportedModelError
 from .isolation import isolation_of
 from .isolation.long_range import require_one_rotary_table, rotary_limit
 from .joined_batch import join_packed_batch
@@ -184,6 +184,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             model, made_for if mask_tokens is None else False
         )
         self.accepted_keys = _accepted_keys(model, capabilities.packed_mask_type)
+        self.num_positions = _num_positions(model, start)
         self.loss_per = loss_per
         self.mask_tokens = mask_tokens
         require_loss_options(
@@ -229,6 +230,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             media=self.media,
             keep=("special_tokens_mask",) if self.mask_tokens is not None else (),
         )
+        self._require_positions(packed)
         if self.join_documents:
             by = self.join_documents if isinstance(self.join_documents, str) else None
             packed = join_packed_batch(packed, by, position_start=self.position_ids_start)
@@ -265,6 +267,18 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             [documents[document] for document, _, _ in plan.pieces(pack)]
             for pack in range(len(plan))
         ]
+
+    def _require_positions(self, packed: PackedBatch) -> None:
+        longest = max(max(row) for row in packed.lengths)
+        if (
+            self.num_positions is not None
+            and self.position_ids_start + longest > self.num_positions
+        ):
+            raise ColumnError(
+                f"A document of {longest} tokens is longer than the model's table of positions: "
+                f"max_position_embeddings={self.num_positions}, of which the first {self.position_ids_start} are for "
+                f"padding. Cut documents to {self.num_positions - self.position_ids_start} tokens."
+            )
 
     def _boundaries(self, packed: PackedBatch) -> dict[str, Any]:
         """Say where documents begin, in the form of the contract."""
@@ -317,6 +331,12 @@ def _label_rule(
     if isolation is not None and isolation.shifts_labels is not None:
         return isolation.shifts_labels, "measured"
     return declared_shift(None if model is None else unwrap(model)), "declared"
+
+
+def _num_positions(model: torch.nn.Module | None, start: int) -> int | None:
+    """Read the size of a position table that does not begin at 0: it holds fewer tokens than it seems to."""
+    config = getattr(unwrap(model), "config", None) if model is not None and start else None
+    return getattr(config, "max_position_embeddings", None)
 
 
 def _accepted_keys(

@@ -81,6 +81,8 @@ def prove_isolation(model: nn.Module, collator: Any) -> IsolationProof:
     """
     collator = copy.copy(collator)
     collator.row_length = collator.pad_to_multiple_of = None
+    # Labels of its own are given below.
+    collator.loss_per, collator.mask_tokens = "token", None
     first, other, second = two_documents(unwrap(model))
     # Compiled code would keep the recorders of this run.
     with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
