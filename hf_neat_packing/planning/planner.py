@@ -6,9 +6,10 @@ from typing import Literal
 import numpy as np
 
 from hf_neat_packing.errors import PlanningError
+from hf_neat_packing.planning.best_fit import plan_best_fit
 from hf_neat_packing.planning.bound import as_capacity
 from hf_neat_packing.planning.decreasing import plan_decreasing
-from hf_neat_packing.planning.expansion import Packs, shuffle_packs
+from hf_neat_packing.planning.expansion import Packs
 from hf_neat_packing.planning.plan import PackingPlan
 from hf_neat_packing.planning.policies import (
     IntArray,
@@ -111,9 +112,7 @@ def _distribute(lengths: IntArray, max_length: int, strategy: Strategy, seed: in
         return plan_decreasing(lengths, max_length, rng)
     if rng is None:
         return plan_pool(lengths, max_length)
-    arrival = rng.permutation(len(lengths)).astype(np.int32)
-    packs = shuffle_packs(plan_pool(lengths[arrival], max_length), rng)
-    return packs._replace(order=arrival[packs.order])
+    return plan_best_fit(lengths, max_length, rng)
 
 
 def _as_seed(seed: int | None) -> int | None:

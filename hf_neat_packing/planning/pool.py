@@ -8,7 +8,7 @@ length destroys, and still closes nearly every pack exactly.
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,10 @@ from hf_neat_packing.planning.expansion import Packs
 from hf_neat_packing.planning.policies import IntArray
 
 # At the end of a stream the last packs' worth of documents are planned at once.
-LAST_PACKS = 16
+LAST_PACKS = 4
 # Lengths tried as the shorter of a pair that closes a pack exactly.
 PAIR_TRIES = 16
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class PoolPacker:
@@ -66,6 +66,8 @@ class PoolPacker:
         self._lengths: list[int] = []  # the keys of `_by_length`, sorted
         self._documents = 0
         self._tokens = 0
+        # Documents in each of the packs that `flush` has planned, in the order of the arrivals.
+        self._last: deque[int] = deque()
 
     def __len__(self) -> int:
         """Documents held."""
@@ -107,6 +109,8 @@ class PoolPacker:
         else:
             held.append(arrival)
         self._arrivals.append(arrival)
+        if self._last:
+            self._last.clear()
         self._documents += 1
         self._tokens += length
 
@@ -119,6 +123,7 @@ class PoolPacker:
         room = self.max_length
         near = room // 1000
         pack: list[int] = []
+        self._last.clear()
         arrivals, by_length, lengths = self._arrivals, self._by_length, self._lengths
         while arrivals:
             document, length = arrivals[0]
@@ -172,16 +177,28 @@ class PoolPacker:
                 yield pop()
 
     def flush(self) -> Iterator[list[int]]:
-        """Yield packs until nothing is held."""
+        """Yield packs until nothing is held; what is not yielded yet is held, and in the state."""
         while self._tokens > LAST_PACKS * self.max_length:
             yield self.pop()
-        last = [arrival for arrival in self._arrivals if arrival[1]]
-        self._clear()
-        lengths = np.array([length for _, length in last], dtype=np.int64)
+        while self._documents:
+            if not self._last:
+                self._plan_last()
+            pack = [self._arrivals.popleft() for _ in range(self._last.popleft())]
+            for _, length in pack:
+                self._take(length)
+                self._tokens -= length
+            self._documents -= len(pack)
+            yield [document for document, _ in pack]
+
+    def _plan_last(self) -> None:
+        """Plan all that is held at once, and hold it in the order of that plan."""
+        held = [arrival for arrival in self._arrivals if arrival[1]]
+        lengths = np.array([length for _, length in held], dtype=np.int64)
         packs = plan_decreasing(lengths, self.max_length, None)
-        positions, bounds = packs.order.tolist(), packs.offsets.tolist()
-        for start, stop in pairwise(bounds):
-            yield [last[position][0] for position in positions[start:stop]]
+        self._clear()
+        for position in packs.order.tolist():
+            self.push(*held[position])
+        self._last.extend(np.diff(packs.offsets).tolist())
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next packs depend on, as plain integers and lists."""
@@ -193,6 +210,7 @@ class PoolPacker:
             "packs_ahead": self.packs_ahead,
             "documents": [document for document, _ in held],
             "lengths": [length for _, length in held],
+            "last": list(self._last),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -213,6 +231,7 @@ class PoolPacker:
         self._clear()
         for document, length in zip(state["documents"], state["lengths"], strict=True):
             self.push(document, length)
+        self._last.extend(state["last"])
 
 
 def plan_pool(lengths: IntArray, max_length: int, *, look_ahead: int = 1024) -> Packs:

@@ -75,6 +75,33 @@ def test_c43_an_endless_stream_resumes_twice_and_reads_at_most_six_documents_ahe
     assert got == whole
 
 
+@given(streams, st.data())
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_a_state_taken_while_the_last_packs_are_given_loses_and_doubles_nothing(lengths, data):
+    whole = pack_all(lengths, 32, look_ahead=8)
+    packer = PoolPacker(32, look_ahead=8)
+    packs = list(packer.feed(enumerate(lengths)))
+    for _ in range(2):  # killed twice
+        packs += islice(packer.flush(), data.draw(st.integers(0, 4)))
+        state = json.loads(json.dumps(packer.state_dict()))
+        assert len(packer) == len(state["documents"]) == len(lengths) - sum(map(len, packs))
+        packer = PoolPacker(32, look_ahead=8)
+        packer.load_state_dict(state)
+        assert packer.tokens == sum(lengths[document] for document in state["documents"])
+    assert packs + list(packer.flush()) == whole
+
+
+def test_documents_that_come_while_the_last_packs_are_given_are_packed_too():
+    packer = PoolPacker(8)
+    for document, length in enumerate([5, 4, 3, 2, 2]):
+        packer.push(document, length)
+    packs = [next(packer.flush())]
+    packer.push(5, 6)
+    packs += packer.flush()
+    assert sorted(chain.from_iterable(packs)) == [0, 1, 2, 3, 4, 5]
+    assert len(packer) == packer.tokens == 0
+
+
 def test_a_state_of_a_packer_with_other_settings_is_refused():
     packer = PoolPacker(8, look_ahead=4)
     with pytest.raises(PlanningError, match="look_ahead"):
