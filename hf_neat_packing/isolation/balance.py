@@ -18,16 +18,16 @@ def moved_by_padding(probe: Probe) -> float | None:
         probe: of the model.
 
     Returns:
-        The change relative to the loss; infinite where the forward raises; None where the model takes no such loss.
+        The change relative to the loss; infinite where the forward raises; None where the config asks for no such
+        loss. (Asking for it leaves transformers' own recorders on the model.)
     """
-    if not has_router(probe.inner):
+    if not (has_router(probe.inner) and asks_for_router_logits(probe.inner, {})):
         return None
     sample = probe.sample()
     try:
         losses = [_balance_loss(probe, row) for row in (sample, _padded(probe, sample))]
     except Exception:
-        # Where no loss is asked for, a forward that cannot take one is nobody's trouble.
-        return float("inf") if asks_for_router_logits(probe.inner, {}) else None
+        return float("inf")
     if not all(isinstance(loss, torch.Tensor) for loss in losses):
         return None
     return relative_difference(losses[1], losses[0])
@@ -36,7 +36,7 @@ def moved_by_padding(probe: Probe) -> float | None:
 def _balance_loss(probe: Probe, sample: Sample) -> Any:
     inputs = probe.packed_inputs(sample, every_key=True)
     with torch.no_grad():
-        return getattr(probe.model(**inputs, output_router_logits=True), "aux_loss", None)
+        return getattr(probe.model(**inputs), "aux_loss", None)
 
 
 def _padded(probe: Probe, sample: Sample) -> Sample:

@@ -10,7 +10,6 @@ from torch import nn
 
 from ..capabilities import get_model_attn_implementation
 from ..errors import UnsupportedModelError
-from ..hooks.routing import asks_for_router_logits
 from ..hooks.running import BOUNDARY_KEYS, Scope
 from ..label_shift import declared_shift, measured_shift
 from ..wrappers import unwrap
@@ -20,7 +19,7 @@ from .base import Repair
 from .conditions import undisturbed
 from .long_range import RotaryTablesPerDocument, TemperatureOfLongRows
 from .mask_repairs import MarkOtherDocuments, MaskOtherDocuments, OwnAttention, takes_lazy_mask
-from .notes import BALANCE, LAST_RESORT, PADDED_BALANCE, UNSHIFTED, batch_norm_notes
+from .notes import BALANCE, BALANCE_NOT_ASKED_FOR, LAST_RESORT, UNSHIFTED, batch_norm_notes
 from .probe import ONE_ROW, TWO_ROWS, ForwardRaised, Probe, Verdict, contract_of
 from .record import ModuleCall
 from .repairs import RestartPositions, candidates
@@ -127,19 +126,17 @@ class _Isolation:
     def _judge_balance_loss(self) -> None:
         """Say what the balance loss of a router holds; refuse where it is trained and counts padding."""
         moved = moved_by_padding(self.probe)
-        if moved is None:
-            return
-        if moved <= self.probe.tolerance:
-            self.notes.append(BALANCE)
-        elif not asks_for_router_logits(self.inner, {}):
-            self.notes.append(PADDED_BALANCE)
-        else:
+        if moved is not None and moved > self.probe.tolerance:
             raise UnsupportedModelError(
                 f"{type(self.inner).__name__} asks for router logits, and a padding tail moves its balance loss by "
                 f"{moved:.1g} of its value, which no hook changes: padding would train the router. Accepted: "
                 "`model.config.output_router_logits = False`; or rows without padding and "
                 "`DataCollatorForNeatPacking(model)` without `isolate`."
             )
+        if moved is not None:
+            self.notes.append(BALANCE)
+        elif self.attached.routing is not None:
+            self.notes.append(BALANCE_NOT_ASKED_FOR)
 
     def _label_shift(self) -> bool | None:
         """Measure which label each token of a document is compared with."""

@@ -21,9 +21,9 @@ BALANCE: Final = (
     "the router's balance loss is taken over all documents of a batch and leaves padding out; it couples documents by "
     "design"
 )
-PADDED_BALANCE: Final = (
-    "a padding tail counts in the router's balance loss, which is not asked for; leave `output_router_logits` off, or "
-    "give rows no padding"
+BALANCE_NOT_ASKED_FOR: Final = (
+    "no balance loss of the router is asked for (`output_router_logits`); one that is couples documents by design, as "
+    "it is taken over all tokens of a batch but padding"
 )
 UNSHIFTED: Final = (
     "the loss compares each token with its own label, not with the next one's, whatever its `loss_type` says: the "

@@ -1,5 +1,7 @@
 """Padding has no part in what a router counts: its balance loss is that of the same rows without a tail."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -92,6 +94,8 @@ def test_the_gradient_of_the_balance_loss_is_that_of_rows_without_a_tail():
 @pytest.mark.parametrize("model_type", ["granitemoehybrid", "minimax_m3_vl_text", "qwen3_next"])
 def test_isolate_leaves_padding_out_where_tokens_are_regrouped_too(model_type):
     model = routed(model_type)
+    for config in (model.config, model.config.get_text_config()):
+        config.output_router_logits = True
     with isolate(model) as report, torch.no_grad():
         assert any("leaves padding out" in note for note in report.notes)
         bare = run(model)
@@ -113,6 +117,19 @@ def test_hooks_of_configure_packing_outlive_those_of_isolate():
     hooks.remove()
     hooks.remove()
     assert routing_hooks(model) is None
+
+
+def test_a_copy_has_hooks_of_its_own():
+    model = routed("mixtral")
+    hooks = leave_padding_out_of_routing(model)
+    copied = copy.deepcopy(model)
+    hooks.remove()
+    with torch.no_grad():
+        bare = run(model)
+        assert abs(float(run(model, **PADDED).aux_loss - bare.aux_loss)) > 1e-3
+        torch.testing.assert_close(run(copied, **PADDED).aux_loss, bare.aux_loss)
+        routing_hooks(copied).remove()
+        assert abs(float(run(copied, **PADDED).aux_loss - bare.aux_loss)) > 1e-3
 
 
 def test_a_batch_of_ones_own_is_left_alone():
@@ -157,16 +174,16 @@ class OwnBalance(nn.Module):
     def get_input_embeddings(self):
         return self.inner_model.get_input_embeddings()
 
-    def forward(self, input_ids=None, output_router_logits=None, **kwargs):
+    def forward(self, input_ids=None, **kwargs):
         output = self.inner_model(input_ids=input_ids, output_router_logits=False, **kwargs)
         output["aux_loss"] = output.logits.square().mean()
         return output
 
 
-def test_a_balance_loss_that_no_hook_reaches_is_said_and_refused_where_it_is_trained():
+def test_a_balance_loss_that_no_hook_reaches_is_refused_where_it_is_trained():
     model = OwnBalance(routed("mixtral"))
     with isolate(model) as report:
-        assert any("padding tail counts" in note for note in report.notes)
+        assert any("no balance loss of the router is asked for" in note for note in report.notes)
     model.config.output_router_logits = True
     with pytest.raises(UnsupportedModelError, match="padding would train the router"):
         isolate(model)
