@@ -75,6 +75,7 @@ def neat_varlen_attention(
             "neat_varlen attention has no head_mask and will not drop it. Load the model with "
             'attn_implementation="eager" to use head masks.'
         )
+    query, key = _in_dtype_of(value, query), _in_dtype_of(value, key)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     kwargs = without_text_boundaries(module, kwargs)
     tracing = is_tracing()
@@ -116,3 +117,11 @@ def neat_varlen_attention(
     seen = reach(attention_mask, bool(causal), sliding_window)
     call = packed_call(query, key, value, boundaries, seen, **options)
     return run_in_rows(call, kernel, query.shape[0]), None
+
+
+def _in_dtype_of(value: Tensor, other: Tensor) -> Tensor:
+    """Give queries or keys the dtype of the values, which is what the output projection takes.
+
+    They differ under autocast, where rotary tables are float32, and behind float32 norms in a half-precision model.
+    """
+    return other if other.dtype == value.dtype else other.to(value.dtype)
