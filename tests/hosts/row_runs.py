@@ -39,7 +39,7 @@ def answers_and_gradients(model, answer, weights):
     return [a.detach() for a in answers], gradients(model)
 
 
-def excess(model, answer, alone, *, reference=None):
+def excess(model, answer, alone, *, reference=None, coarsest=None):
     """How far answers and gradients are from the truth in units of what is allowed; exact: <= 1.
 
     The truth is `alone(model)` in float64. Allowed is twice the error of `alone` in the model's own dtype, and a
@@ -50,6 +50,7 @@ def excess(model, answer, alone, *, reference=None):
         answer: from a model to a list of tensors, one a row.
         alone: the same, each row by itself.
         reference: an equal model without hooks; default: `model`.
+        coarsest: the coarsest dtype inside a model of several; default: each tensor's own.
     """
     reference = model if reference is None else reference
     with torch.no_grad():
@@ -67,7 +68,7 @@ def excess(model, answer, alone, *, reference=None):
             if mine.shape != true.shape:
                 return float("inf")
             # A gradient is a sum over tokens, in another order (Higham 2002, section 4.2).
-            band = terms * torch.finfo(mine.dtype).eps / 2 * largest
+            band = terms * torch.finfo(coarsest or mine.dtype).eps / 2 * largest
             allowed = 2 * (other.double() - true).norm() + band
             worst = max(worst, float((mine.double() - true).norm() / allowed))
     return worst
