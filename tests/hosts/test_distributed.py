@@ -1,13 +1,18 @@
 """Packed training on two processes, under each parallelism of torch, equals ONE process on documents alone."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
 
+import datasets
+import numpy as np
 import pytest
 from distributed_processes import TESTS, environment, free_port, run_ranks, start_ranks, wait
 from distributed_streams import documents
+
+from hf_neat_packing import pack_dataset
 
 DATA_PARALLEL = [
     "ddp",
@@ -127,3 +132,27 @@ def test_a_rank_that_stops_answering_costs_the_other_its_timeout_and_no_more(tmp
     assert "imed out" in shown or "timeout" in shown.lower()
     assert "rank 0, step 0" in shown
     assert not list(tmp_path.glob("finished-*"))
+
+
+def test_packs_written_by_two_processes_are_those_of_the_view(tmp_path):
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 60, 500)
+    ids = [generator.integers(0, 1000, n).tolist() for n in lengths]
+    datasets.Dataset.from_dict({"input_ids": ids}).save_to_disk(tmp_path / "documents")
+    stored = datasets.load_from_disk(tmp_path / "documents")
+    view = pack_dataset(stored, max_length=64)
+    expected = [[ids.tolist() for ids in pack["input_ids"]] for pack in view]
+    view.save_to_disk(tmp_path / "packs", num_proc=2)
+    assert len(list((tmp_path / "packs").glob("*.arrow"))) == 2
+    assert datasets.load_from_disk(tmp_path / "packs")["input_ids"][:] == expected
+    written = pack_dataset(stored, max_length=64, materialize=True, num_proc=2)
+    assert written["input_ids"][:] == expected
+    assert sorted(ids for pack in expected for ids in pack) == sorted(ids)
+
+
+@pytest.mark.parametrize("mixture", ["chat", "long tail"])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_ranks_lose_less_than_half_as_much_where_packs_are_dealt_by_cost(mixture, ranks):
+    benchmark = runpy.run_path(str(TESTS.parent / "benchmarks" / "ranks.py"))
+    lost = benchmark["planned"](benchmark["Case"](mixture, 4096, 2048, ranks), documents=10_000)
+    assert 0 <= lost.by_cost < lost.plain / 2
