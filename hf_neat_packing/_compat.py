@@ -63,6 +63,7 @@ __all__ = [
     "environment",
     "flash_attention_mask",
     "flex_attention_mask",
+    "forward_hooks",
     "hub_kernel_mainline_name",
     "is_tracing",
     "known_attention_keys",
@@ -288,6 +289,18 @@ def autograd_inside_operator() -> Iterator[None]:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
         stack.enter_context(torch.enable_grad())
         yield
+
+
+def forward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """List what runs before and after a module's forward, global hooks too; torch has no public getter."""
+    shared = torch.nn.modules.module
+    tables = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        shared._global_forward_pre_hooks,
+        shared._global_forward_hooks,
+    )
+    return [hook for table in tables for hook in table.values()]
 
 
 PackHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]

@@ -4,6 +4,7 @@ Between the two, the model may have been reloaded (a saved config does not hold 
 wrapped, given another key, or another collator may have taken the place of ours.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -14,12 +15,12 @@ from .collator import DataCollatorForNeatPacking
 from .contract import PackingCapabilities
 from .dry_run import (
     IsolationProof,
-    prove_isolation,
     require_balance_without_padding,
     require_label_rule,
 )
 from .errors import ContractError
 from .hooks.metadata import entry_hook, rebuild_varlen_kwargs_at_model_entry
+from .remembered import prove_isolation_once
 from .wrappers import unwrap
 
 _ALWAYS = ("packed_mask_type", "layout", "requires_packed_sequence_metadata")
@@ -35,15 +36,21 @@ class PackingCallback(TrainerCallback):  # type: ignore[misc]
     attention layer keeps them apart.
 
     Args:
-        dry_run: run the two documents; three forwards of about ten tokens.
+        skip_dry_run: names of model classes for which the two documents are not run; there is no switch for all.
+            The run is three forwards of about ten tokens, and one that passed is remembered under `HF_HOME`.
 
     Attributes:
         proof: what the dry run measured, once training has begun.
+        remembered: whether an earlier train start of the same model and versions measured it.
+
+    Raises:
+        ContractError: `skip_dry_run` is no name of a class.
     """
 
-    def __init__(self, *, dry_run: bool = True) -> None:
-        self.dry_run = dry_run
+    def __init__(self, *, skip_dry_run: Collection[str] = ()) -> None:
+        self.skip_dry_run = _class_names(skip_dry_run)
         self.proof: IsolationProof | None = None
+        self.remembered = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check everything once, before the first batch.
@@ -58,10 +65,23 @@ class PackingCallback(TrainerCallback):  # type: ignore[misc]
         _require_uncut_batches(args, loader, model, collator.capabilities)
         _require_no_grouping(args)
         require_balance_without_padding(model, collator)
-        if self.dry_run:
-            self.proof = prove_isolation(model, collator)
+        if type(unwrap(model)).__name__ not in self.skip_dry_run:
+            self.proof, self.remembered = prove_isolation_once(model, collator)
             if self.proof.answers_per_token:
                 require_label_rule(model, collator, self.proof.shifts_labels)
+
+
+def _class_names(names: Collection[str]) -> frozenset[str]:
+    """Read the names of classes; True would switch the check off for whatever model comes."""
+    given = [names] if isinstance(names, str) else names
+    if isinstance(given, Collection) and all(
+        isinstance(name, str) and name.isidentifier() for name in given
+    ):
+        return frozenset(given)
+    raise ContractError(
+        f"skip_dry_run={names!r}: the dry run is left out for classes by their names, so that another model is still "
+        'checked. Write skip_dry_run=("LlamaForCausalLM",).'
+    )
 
 
 def require_packing_collator(collate_fn: Any) -> DataCollatorForNeatPacking:

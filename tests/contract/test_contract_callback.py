@@ -204,11 +204,11 @@ def test_c57_data_parallel_is_refused_by_name():
     arguments = SimpleNamespace(n_gpu=2)
     loader = torch.utils.data.DataLoader(rows(), collate_fn=collator)
     with pytest.raises(ContractError, match="DataParallel"):
-        PackingCallback(dry_run=False).on_train_begin(
+        PackingCallback(skip_dry_run="LlamaForCausalLM").on_train_begin(
             arguments, None, None, model=model, train_dataloader=loader
         )
     configure_packing_for_models([model])
-    PackingCallback(dry_run=False).on_train_begin(
+    PackingCallback(skip_dry_run="LlamaForCausalLM").on_train_begin(
         arguments, None, None, model=model, train_dataloader=loader
     )
 
@@ -266,7 +266,7 @@ def test_c57_plain_ints_are_never_joined_across_processes(contract):
     collator = DataCollatorForNeatPacking(model)
     loader = torch.utils.data.DataLoader(rows(), collate_fn=collator)
     accelerator = SimpleNamespace(dispatch_batches=True, split_batches=False)
-    callback = PackingCallback(dry_run=False)
+    callback = PackingCallback(skip_dry_run="LlamaForCausalLM")
 
     def begin(world_size):
         arguments = SimpleNamespace(n_gpu=1, world_size=world_size, accelerator_config=accelerator)

@@ -33,7 +33,7 @@ def run(folder, resume=None, steps=STEPS, **options):
     collator = Watched(model)
     collator.made = []
     watch, _ = train(
-        model, packs(), collator, folder, resume=resume, callbacks=[PackingCallback(dry_run=False)],
+        model, packs(), collator, folder, resume=resume, callbacks=[PackingCallback()],
         max_steps=steps, lr_scheduler_type="constant", save_strategy="steps", save_steps=SAVED, **options,
     )  # fmt: skip
     return model, collator.made, watch
