@@ -45,6 +45,7 @@ from .hooks.sdpa import (
 )
 from .isolation import IsolationReport, isolate
 from .logps import preference_documents, token_logps, unpack_logps
+from .loss_labels import labels_from_masks
 from .losses import PackedEvaluation, per_document_loss, per_label_loss
 from .metadata import (
     PackedSequenceMetadata,
@@ -115,6 +116,7 @@ __all__ = [
     "get_unpad_data",
     "is_indexed_packed_mask",
     "isolate",
+    "labels_from_masks",
     "model_capabilities",
     "nest_flat_packs",
     "pack_dataset",

@@ -20,6 +20,7 @@ from .dry_run import (
 )
 from .errors import ContractError
 from .hooks.metadata import entry_hook, rebuild_varlen_kwargs_at_model_entry
+from .loss_labels import LABEL_MASKS
 from .remembered import prove_isolation_once
 from .wrappers import unwrap
 
@@ -64,6 +65,7 @@ class PackingCallback(TrainerCallback):  # type: ignore[misc]
         require_same_layout(model, collator)
         _require_uncut_batches(args, loader, model, collator.capabilities)
         _require_no_grouping(args)
+        _require_kept_masks(loader)
         require_balance_without_padding(model, collator)
         if type(unwrap(model)).__name__ not in self.skip_dry_run:
             self.proof, self.remembered = prove_isolation_once(model, collator)
@@ -162,6 +164,21 @@ def _require_no_grouping(args: Any) -> None:
             "is the number of its documents, so packs would be sorted by it, and batches would be neither even nor "
             "shuffled. Packs have near the same number of tokens already. Write "
             'train_sampling_strategy="random"; for like attention cost on all processes see `PackedTrainerMixin`.'
+        )
+
+
+def _require_kept_masks(loader: Any) -> None:
+    """Refuse masks of trained tokens that the Trainer's column remover takes away before they become labels."""
+    kept = getattr(getattr(loader, "collate_fn", None), "signature_columns", None)
+    names = getattr(getattr(loader, "dataset", None), "column_names", None)
+    if kept is None or names is None or "labels" in names:
+        return
+    lost = [name for name in LABEL_MASKS if name in names and name not in kept]
+    if lost:
+        raise ContractError(
+            f"The Trainer removes the columns {lost}, which the model's forward does not name, so every token would be "
+            "trained on. Write `dataset = dataset.map(hf_neat_packing.labels_from_masks)` before packing, or set "
+            "`remove_unused_columns=False`: then the collator makes labels of them."
         )
 
 

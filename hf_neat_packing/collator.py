@@ -32,6 +32,7 @@ from .isolation.long_range import require_one_rotary_table, rotary_limit
 from .joined_batch import join_packed_batch
 from .label_shift import declared_shift
 from .loss_labels import (
+    IGNORE_INDEX,
     MaskTokens,
     mark_documents,
     mask_documents,
@@ -40,7 +41,7 @@ from .loss_labels import (
 from .masks import masks_for
 from .metadata import build_packed_sequence_metadata
 from .multimodal import PositionIndex, media_layout
-from .packed_batch import IGNORE_INDEX, PackedBatch, pack_rows, split_packs
+from .packed_batch import PackedBatch, pack_rows, split_packs
 from .planning import plan_packing
 from .wrappers import forward_parameters, takes_any_keyword, unwrap
 

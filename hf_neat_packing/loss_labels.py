@@ -3,7 +3,7 @@
 Legend: `B` rows, `S` tokens in a row.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,9 @@ UNSHIFTED_LOSSES: Final = ("ForMaskedLM", "ForTokenClassification", "ForSequence
 MaskTokens = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """Masks tokens: from `input_ids` and `special_tokens_mask` to masked `input_ids` and `labels`, all `[B, S]`."""
 
+LABEL_MASKS: Final = ("loss_mask", "completion_mask", "assistant_masks")
+"""Columns that say which tokens are trained on; they act on labels and are no input of a model."""
+
 IGNORE_INDEX = -100
 """The label that a loss leaves out."""
 
@@ -27,6 +30,33 @@ DOCUMENT_START = 2**31 - 1
 It is larger than any token id, so that a loss that takes it for a target fails instead of learning it; a negative
 number would be clipped to token 0 by some.
 """
+
+
+def labels_from_masks(example: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Write labels that leave out the tokens which any mask of an example leaves out.
+
+    A Trainer removes columns that the model's forward does not name, masks too, before a collator sees them. So write
+    `dataset = dataset.map(labels_from_masks)` first; then labels say it, packed or not, in every trainer.
+
+    Args:
+        example: `input_ids`, and any of `completion_mask`, `assistant_masks` and `loss_mask`. Labels that are there
+            already are masked further.
+
+    Returns:
+        `labels`.
+
+    Example:
+        >>> labels_from_masks({"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]})
+        {'labels': [-100, 6, 7]}
+    """
+    labels = example.get("labels", example["input_ids"])
+    masks = [example[name] for name in LABEL_MASKS if name in example]
+    return {
+        "labels": [
+            label if all(bits) else IGNORE_INDEX
+            for label, *bits in zip(labels, *masks, strict=True)
+        ]
+    }
 
 
 def mark_documents(labels: Tensor | None, document_map: Tensor) -> dict[str, Tensor]:

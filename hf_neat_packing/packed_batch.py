@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .columns import ColumnRule, describe_documents
 from .errors import ColumnError
+from .loss_labels import IGNORE_INDEX, LABEL_MASKS
 from .multimodal.layout import MediaLayout
 from .multimodal.media import TOKEN_TYPES, fill_absent, join_media
 from .slots import Slots
@@ -24,14 +25,8 @@ from .slots import Slots
 Document = Mapping[str, Any]
 """One training example: column -> one value per token, or one value."""
 
-IGNORE_INDEX = -100
-"""The label that the loss leaves out."""
-
-# Masks that say which tokens are trained on; they act on the labels and are no input of a model.
-_LABEL_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-
 # Per-token columns that have done their work before the model.
-_SPENT = (*_LABEL_MASKS, "attention_mask", "special_tokens_mask")
+_SPENT = (*LABEL_MASKS, "attention_mask", "special_tokens_mask")
 
 _NO_MODEL = MediaLayout()
 
@@ -296,7 +291,7 @@ def _make_labels(
         return
     else:
         labels = flat["input_ids"].copy()
-    for name in _LABEL_MASKS:
+    for name in LABEL_MASKS:
         if name in flat:
             labels[flat[name] == 0] = IGNORE_INDEX
     if first_label is not None:
