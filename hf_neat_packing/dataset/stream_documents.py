@@ -1,7 +1,12 @@
-"""Documents of a stream: checked one by one, cut by policy, and written into a state."""
+"""Documents of a stream: checked block by block, cut by policy, and written into a state.
 
-from collections.abc import Mapping
+A document is kept as a row: the values of the columns that are not ignored, in the order of
+`DocumentCutter.columns`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,7 +16,8 @@ from hf_neat_packing.columns import ColumnRule, describe_documents
 from hf_neat_packing.errors import ColumnError, PlanningError
 from hf_neat_packing.planning import Accounting, OnEmpty, OnOverlong, TruncateSide, plan_packing
 
-Piece = tuple[Mapping[str, Any], int]
+Row = tuple[Any, ...]
+Piece = tuple[Row, int]
 
 
 class DocumentCutter:
@@ -27,7 +33,7 @@ class DocumentCutter:
 
     Attributes:
         max_length: As given.
-        shortest: The fewest tokens of a document that is not dropped.
+        columns: Names of the columns of a row; none before the first document.
     """
 
     def __init__(
@@ -48,9 +54,10 @@ class DocumentCutter:
         }
         # The planner checks the options; nothing is planned here.
         self.max_length = plan_packing([], max_length, **self._policy).max_length
-        self.shortest = max(1, min_length)
-        self._columns = columns
-        self._rules: dict[str, ColumnRule] | None = None
+        self._shortest = max(1, min_length)
+        self._declared = columns
+        self._rules: dict[str, ColumnRule] = {}
+        self.columns: tuple[str, ...] = ()
         self.reset()
 
     def reset(self) -> None:
@@ -78,81 +85,83 @@ class DocumentCutter:
         self._documents, self._tokens = self._counts.documents, self._counts.tokens
         self._longest = self._counts.longest
 
-    def measure(self, document: Mapping[str, Any], index: int) -> int:
-        """Check a document, count it, and return its length in tokens.
+    def take(
+        self, documents: Sequence[Mapping[str, Any]], index: int
+    ) -> tuple[list[Row], list[int]]:
+        """Check documents, count them, and cut those that are too long or too short by policy.
 
         Args:
-            document: From column to value.
-            index: Its place in the stream, for messages.
-
-        Raises:
-            ColumnError: If columns are missing, unknown, null or of other lengths.
-        """
-        if self._rules is None:
-            self._describe(document, index)
-        if document.keys() != self._names:
-            self._refuse(document, index)
-        try:
-            length = len(document[self._first])
-            for name in self._others:
-                if len(document[name]) != length:
-                    self._refuse(document, index)
-        except TypeError:
-            self._refuse(document, index)
-            raise
-        self._documents += 1
-        self._tokens += length
-        if length > self._longest:
-            self._longest = length
-        return length
-
-    def keep(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a document without its ignored columns."""
-        if self._keeps_all:
-            return document
-        return {name: document[name] for name in self._kept}
-
-    def cut(self, document: Mapping[str, Any], length: int, index: int) -> list[Piece]:
-        """Return the pieces of a measured document of any length, each with its own.
-
-        Args:
-            document: What `keep` returned.
-            length: What `measure` returned.
-            index: Its place in the stream, for messages.
+            documents: From column to value.
+            index: The place of the first in the stream, for messages.
 
         Returns:
-            No piece, one, or, for a split document, several.
+            One row for each piece, and the tokens of each.
 
         Raises:
-            ColumnError: If a document with media would be cut.
-            PlanningError: If it is too long or empty and the policy is `error`.
+            ColumnError: If columns are missing, unknown, null or of other lengths, or if a
+                document with media would be cut.
+            PlanningError: If a document is too long or empty and the policy is `error`.
         """
-        if self.shortest <= length <= self.max_length:
-            return [(document, length)]
-        return self._by_policy(document, length, index)
+        if not self._rules:
+            self._describe(documents[0], index)
+        rows, lengths = self._read(documents) or self._read_each(documents, index)
+        if self._kept is not None:
+            rows = list(map(self._kept, rows))
+        self._documents += len(documents)
+        self._tokens += sum(lengths)
+        self._longest = max(self._longest, *lengths) if lengths else self._longest
+        if self._shortest <= min(lengths) and max(lengths) <= self.max_length:
+            return rows, lengths
+        pieces: list[Piece] = []
+        for place, (row, length) in enumerate(zip(rows, lengths, strict=True), index):
+            if self._shortest <= length <= self.max_length:
+                pieces.append((row, length))
+            else:
+                pieces += self._by_policy(row, length, place)
+        return [row for row, _ in pieces], [length for _, length in pieces]
+
+    def _read(self, documents: Sequence[Mapping[str, Any]]) -> tuple[list[Row], list[int]] | None:
+        """Read documents column by column; None where some document is not as it should be."""
+        try:
+            if set(map(len, documents)) != {len(self._rules)}:
+                return None
+            rows: list[Row] = list(map(self._all, documents))
+            columns = list(zip(*rows, strict=True))
+            lengths, *others = [list(map(len, columns[place])) for place in self._token_places]
+        except (KeyError, TypeError):
+            return None
+        return (rows, lengths) if all(other == lengths for other in others) else None
+
+    def _read_each(
+        self, documents: Sequence[Mapping[str, Any]], index: int
+    ) -> tuple[list[Row], list[int]]:
+        """Read documents one by one, and raise for the first that is not as it should be."""
+        for place, document in enumerate(documents, index):
+            self._check(document, place)
+        rows = [tuple(document[name] for name in self._rules) for document in documents]
+        return rows, [len(document[self._first]) for document in documents]
 
     def _describe(self, document: Mapping[str, Any], index: int) -> None:
         """Resolve the rules of the columns by the first document."""
-        if not isinstance(document, Mapping):
-            raise ColumnError(
-                f"Document {index} of the stream is a {type(document).__name__}. Accepted: a dict "
-                "from column name to value. Write e.g. ({'input_ids': ids} for ids in documents)."
-            )
-        self._rules = describe_documents([document], self._columns)
-        tokens = [name for name, rule in self._rules.items() if rule.kind == "token"]
+        _check_is_mapping(document, index)
+        rules = describe_documents([document], self._declared)
+        tokens = [name for name, rule in rules.items() if rule.kind == "token"]
         if not tokens:
             raise ColumnError(
-                f"None of the columns {list(self._rules)} holds tokens, so there is nothing to "
+                f"None of the columns {list(rules)} holds tokens, so there is nothing to "
                 "pack. Accepted: a column of token ids, such as input_ids. Tokenize first."
             )
         self._first, *self._others = tokens
-        self._names = frozenset(document)
-        self._kept = [name for name, rule in self._rules.items() if rule.kind != "ignore"]
-        self._keeps_all = len(self._kept) == len(self._rules)
+        names = list(rules)
+        self._token_places = [names.index(name) for name in tokens]
+        kept = [name for name, rule in rules.items() if rule.kind != "ignore"]
+        self._all = _getter(names)
+        self._kept = None if kept == names else _getter([names.index(name) for name in kept])
+        self._rules, self.columns = rules, tuple(kept)
 
-    def _refuse(self, document: Mapping[str, Any], index: int) -> None:
+    def _check(self, document: Mapping[str, Any], index: int) -> None:
         """Raise for a document that is not like the first one, or disagrees with itself."""
-        assert self._rules is not None
+        _check_is_mapping(document, index)
         odd = sorted(document.keys() ^ self._rules.keys())
         if odd:
             raise ColumnError(
@@ -175,7 +184,7 @@ class DocumentCutter:
                 f"token column. Mend it, or write columns={{{name!r}: 'document'}} or 'ignore'."
             )
 
-    def _by_policy(self, document: Mapping[str, Any], length: int, index: int) -> list[Piece]:
+    def _by_policy(self, row: Row, length: int, index: int) -> list[Piece]:
         """Drop, cut or split a document that is too short or too long, and count it."""
         counts, policy, limit = self._counts, self._policy["on_overlong"], self.max_length
         dropped = counts.tokens_dropped + length
@@ -186,7 +195,7 @@ class DocumentCutter:
             )
         if not length:
             self._counts = replace(counts, dropped_empty=counts.dropped_empty + 1)
-        elif length < self.shortest:
+        elif length < self._shortest:
             short = counts.dropped_short + 1
             self._counts = replace(counts, dropped_short=short, tokens_dropped=dropped)
         elif policy == "drop":
@@ -199,12 +208,13 @@ class DocumentCutter:
                 "cuts it, 'split' makes several documents of it, 'drop' leaves it out."
             )
         else:
-            return self._cut_tokens(document, length, index)
+            return self._cut_tokens(row, length, index)
         return []
 
-    def _cut_tokens(self, document: Mapping[str, Any], length: int, index: int) -> list[Piece]:
+    def _cut_tokens(self, row: Row, length: int, index: int) -> list[Piece]:
         """Truncate or split a document of tokens."""
         limit, counts = self.max_length, self._counts
+        document = dict(zip(self.columns, row, strict=True))
         self._refuse_media(document, length, index)
         if self._policy["on_overlong"] == "split":
             self._counts = replace(counts, documents_split=counts.documents_split + 1)
@@ -221,7 +231,7 @@ class DocumentCutter:
         start = length - limit if self._policy["truncate_side"] == "left" else 0
         return [(self._slice(document, start, start + limit), limit)]
 
-    def _slice(self, document: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+    def _slice(self, document: Mapping[str, Any], start: int, stop: int) -> Row:
         """Return the tokens `start` to `stop` of each token column; positions restart."""
         tokens = {self._first, *self._others}
         piece = {n: v[start:stop] if n in tokens else v for n, v in document.items()}
@@ -230,11 +240,10 @@ class DocumentCutter:
             first = positions[0]
             is_list = isinstance(positions, (list, tuple))
             piece["position_ids"] = [p - first for p in positions] if is_list else positions - first
-        return piece
+        return tuple(piece.values())
 
     def _refuse_media(self, document: Mapping[str, Any], length: int, index: int) -> None:
         """Raise if a document with media would be cut: placeholders would lose their pixels."""
-        assert self._rules is not None
         for name, value in document.items():
             has = value is not None and (not hasattr(value, "__len__") or len(value) > 0)
             if self._rules[name].kind == "media" and has:
@@ -252,14 +261,31 @@ def _has_length(value: Any) -> bool:
     return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
 
 
-def encode_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a document as values that compare and pickle plainly: arrays become bytes."""
-    return {name: _encode(value) for name, value in document.items()}
+def _getter(keys: Sequence[Any]) -> Callable[[Any], Row]:
+    """Return a function that gives the values of `keys` as a row."""
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    (key,) = keys
+    return lambda values: (values[key],)
 
 
-def decode_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what `encode_document` wrote."""
-    return {name: _decode(value) for name, value in document.items()}
+def _check_is_mapping(document: Any, index: int) -> None:
+    """Raise for a document that is no mapping."""
+    if not isinstance(document, Mapping):
+        raise ColumnError(
+            f"Document {index} of the stream is a {type(document).__name__}. Accepted: a dict "
+            "from column name to value. Write e.g. ({'input_ids': ids} for ids in documents)."
+        )
+
+
+def encode_row(row: Row) -> list[Any]:
+    """Write a row as values that compare and pickle plainly: arrays become bytes."""
+    return [_encode(value) for value in row]
+
+
+def decode_row(values: Sequence[Any]) -> Row:
+    """Read what `encode_row` wrote."""
+    return tuple(_decode(value) for value in values)
 
 
 def _encode(value: Any) -> Any:

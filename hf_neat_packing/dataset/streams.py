@@ -1,30 +1,32 @@
 """Pack documents as they stream by, with a bounded buffer, and resume exactly where a run stopped.
 
-A stream is packed by the same look-ahead pool as a data set: documents go into packs in the order
-of arrival, and the end of each pack is chosen from the documents held. What is held travels in
-`state_dict()`, so a run that was killed continues with the very packs that it would have made.
+Documents go into packs in the order of arrival, and the end of each pack is chosen from the
+documents held: some packs at a time, and the oldest document is in one of them. What is held
+travels in `state_dict()`, so a run that was killed continues with the very packs that it would have
+made.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from itertools import islice
-from operator import itemgetter
+from itertools import compress, islice
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_neat_packing.columns import ColumnRule
 from hf_neat_packing.dataset.stream_documents import (
     DocumentCutter,
-    decode_document,
-    encode_document,
+    Row,
+    decode_row,
+    encode_row,
 )
 from hf_neat_packing.errors import PlanningError
-from hf_neat_packing.planning import Accounting, OnEmpty, OnOverlong, PoolPacker, TruncateSide
+from hf_neat_packing.planning import Accounting, OnEmpty, OnOverlong, TruncateSide
+from hf_neat_packing.planning.best_fit import last_packs, packs_of_window
 
-Document = Mapping[str, Any]
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 def pack_stream(
@@ -89,6 +91,11 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
     def __init__(
         self, source: Iterable[Mapping[str, Any]], cutter: DocumentCutter, *, buffer: int
     ) -> None:
+        if buffer < 1:
+            raise PlanningError(
+                f"buffer={buffer}: a stream holds at least one document. Write buffer=4096 for packs "
+                "that are full."
+            )
         self.source = source
         self.cutter = cutter
         self.buffer = buffer
@@ -99,12 +106,11 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
 
     def _start(self) -> None:
         """Hold nothing, having read nothing."""
-        # One pack's worth is the floor: fewer documents than fill a pack would leave it half empty.
-        self._packer = PoolPacker(self.cutter.max_length, look_ahead=self.buffer, packs_ahead=1)
-        self._held: dict[int, Document] = {}
-        self._last: deque[list[int]] | None = None
+        self._columns: tuple[str, ...] = ()
+        self._waiting: list[Row] = []
+        self._lengths = np.zeros(0, dtype=np.int64)
+        self._packs: deque[list[Row]] = deque()  # chosen, and not given yet
         self._read = 0
-        self._pieces = 0
         self.cutter.reset()
 
     @property
@@ -114,36 +120,42 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
 
     def __iter__(self) -> Iterator[dict[str, list[Any]]]:
         documents = self._open_source()
-        while self._last is None:
-            if self._fill(documents):
-                yield self._join(self._packer.pop())
-            else:
-                self._last = deque(self._packer.flush())
-        while self._last:
-            yield self._join(self._last.popleft())
+        while self._packs or self._choose(documents):
+            pack = self._packs.popleft()
+            columns = zip(*pack, strict=False)  # rows are of one length by construction
+            yield dict(zip(self._columns, map(list, columns), strict=False))
 
-    def _fill(self, documents: Iterator[Mapping[str, Any]]) -> bool:
-        """Read documents until a pack can be chosen well; say whether one can."""
-        packer, held, cutter = self._packer, self._held, self.cutter
-        shortest, longest, buffer = cutter.shortest, cutter.max_length, self.buffer
-        if len(held) >= buffer and packer.ready:
-            return True
-        for document in documents:
-            length = cutter.measure(document, self._read)
-            kept = cutter.keep(document)
-            if shortest <= length <= longest:
-                packer.push(self._pieces, length)
-                held[self._pieces] = kept
-                self._pieces += 1
-            else:
-                for piece, tokens in cutter.cut(kept, length, self._read):
-                    packer.push(self._pieces, tokens)
-                    held[self._pieces] = piece
-                    self._pieces += 1
-            self._read += 1
-            if len(held) >= buffer and packer.ready:
-                return True
-        return False
+    def _choose(self, documents: Iterator[Mapping[str, Any]]) -> bool:
+        """Read documents until packs can be chosen well, and choose some; say whether there are any."""
+        while missing := self._missing():
+            block = list(islice(documents, missing))
+            if not block:
+                self._take_out(last_packs(self._lengths, self.cutter.max_length))
+                return bool(self._packs)
+            rows, lengths = self.cutter.take(block, self._read)
+            self._columns = self.cutter.columns
+            self._read += len(block)
+            self._waiting += rows
+            self._lengths = np.concatenate((self._lengths, np.array(lengths, dtype=np.int64)))
+        self._take_out(packs_of_window(self._lengths, self.cutter.max_length))
+        return True
+
+    def _missing(self) -> int:
+        """Say how many documents to read before packs can be chosen well."""
+        held, tokens = len(self._waiting), int(self._lengths.sum())
+        if held < self.buffer:
+            return self.buffer - held
+        # One pack's worth is the floor: fewer documents than fill a pack would leave it half empty.
+        short = self.cutter.max_length - tokens
+        return max(1, short * held // (2 * tokens)) if short > 0 else 0
+
+    def _take_out(self, packs: list[list[int]]) -> None:
+        """Move documents from those that wait into packs."""
+        self._packs.extend([self._waiting[place] for place in pack] for pack in packs)
+        stays = np.ones(len(self._waiting), dtype=np.bool_)
+        stays[[place for pack in packs for place in pack]] = False
+        self._waiting = list(compress(self._waiting, stays.tolist()))
+        self._lengths = self._lengths[stays]
 
     def _open_source(self) -> Iterator[Mapping[str, Any]]:
         """Open the source at its beginning, or where the loaded state stood."""
@@ -178,11 +190,6 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
             return documents  # an IterableDataset divides itself among workers
         return islice(documents, worker.id, None, worker.num_workers)
 
-    def _join(self, pieces: list[int]) -> dict[str, list[Any]]:
-        """Take pieces out of what is held and make one pack of them."""
-        documents = [self._held.pop(piece) for piece in pieces]
-        return {name: list(map(itemgetter(name), documents)) for name in documents[0]}
-
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to the source, which shuffles by it if it can."""
         if hasattr(self.source, "set_epoch"):
@@ -211,18 +218,16 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
         """
         if self._loaded is not None:
             return self._loaded
-        held = [encode_document(document) for document in self._held.values()]
         return {
             "version": _STATE_VERSION,
             "settings": self._settings(),
             "epoch": self._epoch(),
             "source": self._source_state(),
             "read": self._read,
-            "pieces": self._pieces,
-            "packer": self._packer.state_dict(),
-            "held": list(self._held),
-            "documents": held,
-            "last": None if self._last is None else [list(pack) for pack in self._last],
+            "columns": list(self._columns),
+            "waiting": list(map(encode_row, self._waiting)),
+            "lengths": self._lengths.tolist(),
+            "packs": [list(map(encode_row, pack)) for pack in self._packs],
             "counts": self.cutter.counts(),
         }
 
@@ -259,11 +264,11 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
                 f"epoch of the state. Write stream.set_epoch({state['epoch']})."
             )
         self._start()
-        self._packer.load_state_dict(state["packer"])
-        documents = (decode_document(document) for document in state["documents"])
-        self._held.update(zip(state["held"], documents, strict=True))
-        self._last = None if state["last"] is None else deque(list(p) for p in state["last"])
-        self._read, self._pieces = state["read"], state["pieces"]
+        self._columns = tuple(state["columns"])
+        self._waiting = list(map(decode_row, state["waiting"]))
+        self._lengths = np.array(state["lengths"], dtype=np.int64)
+        self._packs.extend(list(map(decode_row, pack)) for pack in state["packs"])
+        self._read = state["read"]
         self.cutter.restore(state["counts"])
 
     def _settings(self) -> dict[str, Any]:

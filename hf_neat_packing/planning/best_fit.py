@@ -86,6 +86,21 @@ def packs_of_window(lengths: IntArray, max_length: int) -> list[list[int]]:
     return packs
 
 
+def last_packs(lengths: IntArray, max_length: int) -> list[list[int]]:
+    """Choose packs for all pieces that are held when a stream has ended.
+
+    Args:
+        lengths: int64 `[pieces]`, 1 to `max_length` tokens, in order of arrival.
+        max_length: Capacity of a pack in tokens.
+
+    Returns:
+        Packs as positions among the pieces, each in one of them.
+    """
+    packs = plan_pool(lengths, max_length)
+    order = packs.order.tolist()
+    return [order[start:stop] for start, stop in pairwise(packs.offsets.tolist())]
+
+
 def _held_back(lengths: IntArray, max_length: int, share: float) -> Int64Array:
     """Choose the pieces to close packs with: the last in the order that are at most half a pack."""
     short = np.flatnonzero(lengths <= max_length // 2)

@@ -7,6 +7,7 @@ taken back and the larger room looked up. Nothing runs piece by piece.
 Symbols: `M` pieces, `D` drafts, `C` packs closed.
 """
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ from hf_neat_packing.planning.policies import IntArray
 
 # Packs in a stretch of the order; stretches are cut side by side, and lose the end of the last pack.
 STRETCH = 32
+# With fewer stretches, drafts are cut one after another.
+FEW_STRETCHES = 16
 # How often the last piece of a draft that cannot be closed is taken back to try again.
 TRIES = 3
 
@@ -75,16 +78,16 @@ def close_drafts(lengths: IntArray, max_length: int, pool: Int64Array) -> Closed
     closers = [np.full(len(packs[0].room), -1)]
     drafts = drafts.take(~full)
     for _ in range(TRIES):
-        for width in (1, near // 2 + 1):
-            draft, piece = _matches(drafts.room, lengths[pool], width)
-            packs.append(drafts.take(draft))
-            closers.append(pool[piece])
-            drafts = drafts.take(_others(len(drafts.room), draft))
-            pool = pool[_others(len(pool), piece)]
+        draft, piece = _matches(drafts.room, lengths[pool], near)
+        packs.append(drafts.take(draft))
+        closers.append(pool[piece])
+        drafts = drafts.take(_others(len(drafts.room), draft))
         last = stream[drafts.stop - 1]
-        pool = np.concatenate([pool, last])
+        pool = np.concatenate([pool[_others(len(pool), piece)], last])
         drafts = drafts._replace(stop=drafts.stop - 1, room=drafts.room + lengths[last])
         drafts = drafts.take(drafts.stop > drafts.first)
+        if not len(drafts.room):
+            break
     order, counts = _lay(stream, packs, np.concatenate(closers))
     return ClosedPacks(order, counts, num_drafts)
 
@@ -96,14 +99,17 @@ def _cut(ends: Int64Array, max_length: int) -> _Drafts:
         ends: int64, where each piece ends in tokens.
         max_length: Capacity of a pack in tokens.
     """
-    stretches = max(1, int(ends[-1]) // max_length // STRETCH)
-    limit = np.linspace(0, len(ends), stretches + 1).astype(np.int64)
+    stretches = int(ends[-1]) // max_length // STRETCH
+    if stretches < FEW_STRETCHES:
+        return _cut_in_turn(ends, max_length)
+    limit = np.arange(stretches + 1) * len(ends) // stretches
     first, limit = limit[:-1], limit[1:]
-    base = ends[first] - np.diff(ends, prepend=0)[first]
+    base = ends[first - 1]
+    base[0] = 0
     parts = []
     while len(first):
         full = base + max_length
-        stop = np.searchsorted(ends, full, side="right")
+        stop = ends.searchsorted(full, side="right")
         within = stop < limit
         first, stop, limit, full = first[within], stop[within], limit[within], full[within]
         base = ends[stop - 1]
@@ -112,25 +118,43 @@ def _cut(ends: Int64Array, max_length: int) -> _Drafts:
     return _Drafts(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _matches(rooms: Int64Array, lengths: IntArray, width: int) -> tuple[Int64Array, Int64Array]:
-    """Find a piece for as many rooms as possible, each at most once.
+def _cut_in_turn(ends: Int64Array, max_length: int) -> _Drafts:
+    """Do what `_cut` does, one draft after another, which is quicker for few."""
+    tokens = ends.tolist()
+    bounds, base, stop = [0], 0, 0
+    while (stop := bisect_right(tokens, base + max_length, lo=stop)) < len(tokens):
+        bounds.append(stop)
+        base = tokens[stop - 1]
+    marks = np.array(bounds, dtype=np.int64)
+    first, stops = marks[:-1], marks[1:]
+    sums = ends[stops - 1]
+    return _Drafts(first, stops, max_length - np.diff(sums, prepend=0))
+
+
+def _matches(rooms: Int64Array, lengths: IntArray, near: int) -> tuple[Int64Array, Int64Array]:
+    """Find a piece for many rooms, each at most once: the longest that fits, if it leaves little.
 
     Args:
         rooms: int64 `[D]`, tokens.
         lengths: `[pieces]`, tokens.
-        width: 1 for pieces that fill a room; more leaves up to `2 * width - 2` tokens free.
+        near: Tokens that may stay free.
 
     Returns:
         Indices of the rooms, and of the piece for each.
     """
-    wanted, room = _sorted(rooms // width)
-    given, piece = _sorted(-(-lengths.astype(np.int64) // width))
-    # The k-th room of a size gets the k-th piece of that size, if there are so many.
-    at = np.searchsorted(given, wanted)
-    at += np.arange(len(wanted)) - np.searchsorted(wanted, wanted)
-    found = np.flatnonzero(at < len(given))
-    found = found[given[at[found]] == wanted[found]]
-    return room[found], piece[at[found]]
+    wanted, room = _sorted(rooms)
+    # Of equal pieces the first comes last, and is taken first.
+    given, piece = _sorted(lengths[::-1].astype(np.int64))
+    piece = len(piece) - 1 - piece
+    at = given.searchsorted(wanted, side="right") - 1
+    # Rooms that ask for one piece take that and the next shorter ones.
+    at -= np.arange(len(at)) - at.searchsorted(at)
+    found = np.flatnonzero(at >= 0)
+    at = at[found]
+    owner = np.empty(len(given), dtype=np.int64)
+    owner[at] = found
+    good = (owner[at] == found) & (wanted[found] - given[at] <= near)
+    return room[found[good]], piece[at[good]]
 
 
 def _sorted(values: Int64Array) -> tuple[Int64Array, Int64Array]:

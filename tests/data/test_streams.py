@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -20,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from hf_neat_packing.dataset import pack_dataset
 from hf_neat_packing.dataset.streams import PackedStream, pack_stream
 from hf_neat_packing.errors import ColumnError, PlanningError
-from hf_neat_packing.planning import lower_bound
+from hf_neat_packing.planning import best_fit, lower_bound
 
 
 def documents(lengths, as_array=False):
@@ -77,8 +78,15 @@ def test_c43_an_endless_stream_resumes_twice_with_identical_packs():
     buffer=st.integers(1, 12),
     stops=st.lists(st.integers(0, 9), max_size=3),
     policy=st.sampled_from(["truncate", "split", "drop"]),
+    window=st.sampled_from([2, 64]),
 )
-def test_any_stops_give_the_packs_of_an_unbroken_run(lengths, buffer, stops, policy):
+def test_any_stops_give_the_packs_of_an_unbroken_run(lengths, buffer, stops, policy, window):
+    # Small windows are packed one by one; both ways must resume.
+    with mock.patch.object(best_fit, "SMALL_WINDOW", window):
+        check_stops(lengths, buffer, stops, policy)
+
+
+def check_stops(lengths, buffer, stops, policy):
     def stream():
         return pack_stream(Source(lengths), max_length=9, buffer=buffer, on_overlong=policy)
 
@@ -159,6 +167,8 @@ def test_errors_name_the_document_of_the_stream():
         ({"input_ids": None, "labels": [1]}, "'input_ids' of document 1 is None"),
         ({"input_ids": 3, "labels": [1]}, "'input_ids' of document 1 is 3"),
         ({"input_ids": [1]}, r"Document 1 .* \['labels'\]"),
+        ({"input_ids": [1], "label": [1]}, r"Document 1 .* \['label', 'labels'\]"),
+        ([[1], [1]], "Document 1 of the stream is a list"),
     ]:
         with pytest.raises(ColumnError, match=message):
             list(pack_stream([good, bad], max_length=5))
@@ -170,6 +180,8 @@ def test_errors_name_the_document_of_the_stream():
         list(pack_stream([{"label": 1}], max_length=5))
     with pytest.raises(PlanningError, match="on_overlong"):
         pack_stream([], max_length=5, on_overlong="cut")
+    with pytest.raises(PlanningError, match="buffer=0"):
+        pack_stream([], max_length=5, buffer=0)
 
 
 def test_c61_a_document_with_an_image_is_never_cut():
