@@ -38,7 +38,7 @@ class PackingCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         skip_dry_run: names of model classes for which the two documents are not run; there is no switch for all.
-            The run is three forwards of about ten tokens, and one that passed is remembered under `HF_HOME`.
+            The run is three forwards of a few tokens, and one that passed is remembered under `HF_HOME`.
 
     Attributes:
         proof: what the dry run measured, once training has begun.

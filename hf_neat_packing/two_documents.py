@@ -16,8 +16,8 @@ from .label_shift import one_label
 from .layer_masks import text_config
 from .wrappers import forward_parameters, release_gathered_weights, unwrap
 
-LENGTHS = (6, 7)
-"""Tokens of the two documents."""
+LENGTHS = (3, 4)
+"""Tokens of the two documents; their sum is prime, so that no other dimension has it."""
 
 
 class AttentionCall(NamedTuple):
