@@ -1,15 +1,11 @@
 """Packed training on two processes, under each parallelism of torch, equals ONE process on documents alone."""
 
-import os
 import runpy
-import signal
-import subprocess
-import sys
 
 import datasets
 import numpy as np
 import pytest
-from distributed_processes import TESTS, environment, free_port, run_ranks, start_ranks, wait
+from distributed_processes import TESTS, run_ranks, start_ranks, wait
 from distributed_streams import documents
 
 from hf_neat_packing import pack_dataset
@@ -28,6 +24,7 @@ RECURRENT = [
     for model in ("mamba2", "qwen3_5_text")
     for when in ("before", "after")
     for wrapper in ("ddp", "fsdp2")
+    if model == "mamba2" or (when == "before") == (wrapper == "ddp")
 ]
 
 
@@ -70,7 +67,7 @@ def test_stages_with_four_microbatches_in_flight_train_as_one_process(ranks, sch
 
 def test_the_same_batches_without_their_boundaries_are_far_from_one_process(ranks):
     ways = ["ddp", "fsdp2", "tensor parallel", "ScheduleGPipe", "Schedule1F1B", "streams"]
-    ways += ["mamba2, isolate before fsdp2", "qwen3_5_text, isolate before fsdp2"]
+    ways += ["mamba2, isolate after fsdp2", "qwen3_5_text, isolate after fsdp2"]
     for way in ways:
         for found in found_by_both(ranks, way):
             assert found["control"] > 100, way
@@ -101,37 +98,20 @@ def test_streams_split_by_node_lose_no_document_where_one_ends_before_the_other(
     assert all(found["excess"] <= 1 for found in both)
 
 
-def test_a_rank_that_raises_ends_the_other_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    command += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    command += [str(TESTS / "hosts" / "distributed_failure.py"), str(tmp_path), "raise", "3600"]
-    process = subprocess.Popen(
-        command,
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        shown, _ = process.communicate(timeout=300)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode != 0
-    assert "Document 5 of the stream has 99 tokens" in shown, shown[-3000:]
+def test_a_rank_that_raises_in_a_worker_of_its_loader_ends_the_other(tmp_path):
+    processes = start_ranks("distributed_failure.py", tmp_path)
+    codes = wait(processes, seconds=300, all_must_succeed=False)
+    shown = (tmp_path / "rank1.log").read_text()
+    assert all(code not in (None, 0) for code in codes), shown[-3000:]
+    assert "Document 5 of the stream has 99 tokens" in shown
+    assert "rank 0, step 0" in (tmp_path / "rank0.log").read_text()
     assert not list(tmp_path.glob("finished-*"))
 
 
-def test_a_rank_that_stops_answering_costs_the_other_its_timeout_and_no_more(tmp_path):
-    processes = start_ranks("distributed_failure.py", tmp_path, "hang", "3")
-    codes = wait(processes[:1], seconds=120)
-    wait(processes[1:], seconds=0)
-    shown = (tmp_path / "rank0.log").read_text()
-    assert codes[0] not in (None, 0), shown
-    assert "imed out" in shown or "timeout" in shown.lower()
-    assert "rank 0, step 0" in shown
-    assert not list(tmp_path.glob("finished-*"))
+def test_a_rank_that_stops_answering_costs_the_other_its_timeout_and_no_more(ranks):
+    waited = ranks[0]["silent rank"]
+    assert waited["error"] == "RuntimeError"
+    assert "imed out" in waited["message"] or "timeout" in waited["message"].lower()
 
 
 def test_packs_written_by_two_processes_are_those_of_the_view(tmp_path):
