@@ -239,17 +239,35 @@ def describe_documents(
         ColumnError: If a column has no rule, if the documents do not have the same columns, if a
             value is missing (`None`), or if the lengths of the token columns disagree.
     """
+    return measure_documents(documents, declared)[0]
+
+
+def measure_documents(
+    documents: Sequence[Mapping[str, Any]],
+    declared: Mapping[str, ColumnRule | str] | None = None,
+) -> tuple[dict[str, ColumnRule], list[int]]:
+    """Do what `describe_documents` does, and say how many tokens each document has.
+
+    Args:
+        documents: As for `describe_documents`.
+        declared: As for `resolve_column_rules`.
+
+    Returns:
+        The rule for each column, and the tokens of each document, on which all token columns
+        agree; no number at all where there is no token column.
+    """
     first = documents[0]
     rules = resolve_column_rules(first, declared)
     names = first.keys()
-    for index, document in enumerate(documents):
-        if document.keys() != names:
-            odd = sorted(document.keys() ^ names)
-            raise ColumnError(
-                f"Document {index} and document 0 do not have the same columns: {odd} is in only "
-                "one of them. Joined, the values would belong to other documents. Accepted: "
-                "documents with the same columns. Add the column to all of them or remove it."
-            )
+    keys = [document.keys() for document in documents]
+    if keys.count(names) < len(keys):
+        index = next(index for index, others in enumerate(keys) if others != names)
+        raise ColumnError(
+            f"Document {index} and document 0 do not have the same columns: "
+            f"{sorted(keys[index] ^ names)} is in only "
+            "one of them. Joined, the values would belong to other documents. Accepted: "
+            "documents with the same columns. Add the column to all of them or remove it."
+        )
     lengths: dict[str, list[int]] = {}
     for name, rule in rules.items():
         if rule.kind == "token":
@@ -259,7 +277,7 @@ def describe_documents(
             else:
                 lengths[name] = _token_lengths(name, values)
     check_document_lengths(lengths)
-    return rules
+    return rules, next(iter(lengths.values()), [])
 
 
 def _is_scalar(value: Any) -> bool:
@@ -269,8 +287,11 @@ def _is_scalar(value: Any) -> bool:
 
 def _token_lengths(name: str, values: Sequence[Any]) -> list[int]:
     """Return the length of each value of a token column, or name the one that has none."""
+    if hasattr(values[0], "numel") and len(set(map(type, values))) == 1:
+        # Tensors, whose len() is slow.
+        return [value.numel() if value.ndim == 1 else len(value) for value in values]
     try:
-        return [len(value) for value in values]
+        return list(map(len, values))
     except TypeError:
         bad = next(i for i, value in enumerate(values) if value is None or _is_scalar(value))
     found = "no value (None)" if values[bad] is None else f"the single value {values[bad]!r}"

@@ -7,7 +7,7 @@ import warnings
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .columns import ColumnRule, describe_documents
+from .columns import ColumnRule, measure_documents
 from .errors import ColumnError
 from .loss_labels import IGNORE_INDEX, LABEL_MASKS
 from .multimodal.layout import MediaLayout
@@ -74,12 +74,31 @@ def split_packs(features: Sequence[Any]) -> tuple[list[list[Document]], bool]:
     Raises:
         ColumnError: features without `input_ids`, or packs whose columns disagree on the number of documents.
     """
+    if _are_documents(features):
+        return [[feature] for feature in features], False
     rows, packs = [], False
     for index, feature in enumerate(features):
         pack = _is_pack(feature)
         packs = packs or pack
         rows.append(_documents_of(feature, index) if pack else [_document(feature, index)])
     return rows, packs
+
+
+def _are_documents(features: Sequence[Any]) -> bool:
+    """Whether all features are documents of one usual form; False says that each is to be looked at."""
+    if set(map(type, features)) != {dict}:
+        return False
+    try:
+        ids = [feature["input_ids"] for feature in features]
+    except KeyError:
+        return False
+    kinds = set(map(type, ids))
+    if kinds == {list}:
+        return {type(value[0]) for value in ids if value} == {int}
+    if kinds in ({np.ndarray}, {Tensor}):
+        kept = {value.dtype for value in ids}
+        return {value.ndim for value in ids} == {1} and not any(kind == np.object_ for kind in kept)
+    return False
 
 
 def _is_pack(feature: Any) -> bool:
@@ -154,13 +173,17 @@ def pack_rows(
             not fit into `row_length`, or a document that was cut inside an image.
     """
     rows = fill_absent(rows, columns)
-    rules = describe_documents([document for row in rows for document in row], columns)
-    kept, num_empty = _without_empty([_drop_masked(row, rules) for row in rows])
-    documents = list(chain.from_iterable(kept))
-    lengths = tuple(tuple(len(document["input_ids"]) for document in row) for row in kept)
+    documents = list(chain.from_iterable(rows))
+    rules, sizes = measure_documents(documents, columns)
+    num_empty = 0
+    if "attention_mask" in rules or not sizes or not all(sizes):
+        rows, num_empty = _without_empty([_drop_masked(row, rules) for row in rows])
+        documents = list(chain.from_iterable(rows))
+        sizes = [len(document["input_ids"]) for document in documents]
+    each = iter(sizes)
+    lengths = tuple(tuple(islice(each, len(row))) for row in rows)
     width = _row_length(lengths, row_length, pad_to_multiple_of)
-    flat_lengths = np.fromiter(chain.from_iterable(lengths), dtype=np.int64, count=len(documents))
-    slots = Slots(lengths, flat_lengths, width)
+    slots = Slots(lengths, np.array(sizes, dtype=np.int64), width)
     flat = {
         name: _concatenate(name, [document[name] for document in documents])
         for name, rule in rules.items()
@@ -253,16 +276,21 @@ def _row_length(
 
 def _concatenate(name: str, values: list[Any]) -> NDArray[Any]:
     """Join the values of a token column; whole numbers become int64."""
-    first = values[0]
-    if isinstance(first, list):
+    kinds = set(map(type, values))
+    if isinstance(values[0], list):
         try:
             joined = array("q")
             for value in values:
-                joined.extend(value if isinstance(value, list) else value.tolist())
+                joined.fromlist(value if isinstance(value, list) else value.tolist())
             return np.frombuffer(joined, dtype=np.int64)
         except TypeError:
             return np.concatenate([np.asarray(value) for value in values])
-    arrays = [value.numpy() if isinstance(value, Tensor) else np.asarray(value) for value in values]
+    if kinds == {Tensor} and all(value.ndim == 1 for value in values):
+        arrays = [torch.cat(values).numpy()]
+    elif kinds == {np.ndarray}:
+        arrays = values
+    else:
+        arrays = [np.asarray(value) for value in values]
     if arrays[0].ndim != 1:
         raise ColumnError(
             f"Column {name!r} of a document has shape {list(arrays[0].shape)}; a token column has one value per token, "
@@ -286,7 +314,7 @@ def _make_labels(
 ) -> None:
     """Write the labels of the row into `flat`: masked by the label masks, cut at document starts."""
     if "labels" in flat:
-        labels = flat["labels"].copy()
+        labels = flat["labels"]
     elif "labels" in rules or not make_labels:
         return
     else:

@@ -276,6 +276,55 @@ def test_packs_get_rows_of_their_own_under_a_4d_mask():
     assert collator(documents(3, 2, 4))["attention_mask"].shape == (1, 1, 9, 9)
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, "mixed"])
+@pytest.mark.parametrize("width", [np.int32, np.int64, np.uint8, np.bool_])
+def test_any_form_and_any_whole_number_type_of_tokens_gives_one_batch(kind, width):
+    plain = documents(3, 5, 1)
+    expected = DataCollatorForNeatPacking(return_seq_idx=True)(plain)
+    made = [np.array(d["input_ids"]).astype(width) for d in plain]
+    forms = {
+        list: lambda a, _: a.tolist(),
+        np.array: lambda a, _: a,
+        torch.tensor: lambda a, _: torch.from_numpy(a),
+        "mixed": lambda a, i: (a, torch.from_numpy(a), a.tolist())[i],
+    }
+    features = [
+        {"input_ids": forms[kind](a, i), "labels": forms[kind](a, i)} for i, a in enumerate(made)
+    ]
+    kept = [[np.asarray(v).tolist() for v in f.values()] for f in features]
+    batch = DataCollatorForNeatPacking(return_seq_idx=True)(features)
+    for name, value in expected.items():
+        if name in ("input_ids", "labels"):
+            assert batch[name].dtype == torch.int64
+            tokens = np.concatenate(made).astype(np.int64)
+            if name == "labels":
+                tokens[[0, 3, 8]] = -100
+            assert batch[name].tolist() == [tokens.tolist()]
+        else:
+            assert torch.equal(torch.as_tensor(batch[name]), torch.as_tensor(value))
+    assert [[np.asarray(v).tolist() for v in f.values()] for f in features] == kept
+    assert batch["labels"].data_ptr() != batch["input_ids"].data_ptr()
+
+
+def test_a_document_of_another_form_among_the_usual_ones_is_still_looked_at():
+    usual = {"input_ids": np.arange(3)}
+    for odd, words in [
+        ({"labels": np.arange(3)}, "Feature 1 has no `input_ids`"),
+        ({"input_ids": np.arange(3), "labels": np.arange(3)}, "'labels'"),
+        ({"input_ids": None}, "document 1 has no value"),
+        ({"input_ids": 3}, "object of type 'int'"),
+        ("text", "Feature 1 has no `input_ids`"),
+    ]:
+        with pytest.raises((ColumnError, TypeError), match=words):
+            DataCollatorForNeatPacking()([usual, odd])
+    batch = DataCollatorForNeatPacking()([usual, {"input_ids": [np.arange(2), np.arange(4)]}])
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 9]
+    with pytest.raises(ColumnError, match=r"shape \[2, 2\]"):
+        DataCollatorForNeatPacking(columns={"extra": "token"})(
+            [{"input_ids": torch.arange(2), "extra": torch.zeros(2, 2)}]
+        )
+
+
 def test_it_pickles_without_the_model():
     model = tiny_model("llama")
     weights = sum(p.numel() * p.element_size() for p in model.parameters())

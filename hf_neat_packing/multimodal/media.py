@@ -45,8 +45,8 @@ def fill_absent(
         The rows; a document that lacks a media column has None there, and one that lacks
         `mm_token_type_ids`, and has no media, has 0 (text) for each token.
     """
-    first = next((document for row in rows for document in row), {}).keys()
-    if TOKEN_TYPES not in first and all(d.keys() == first for row in rows for d in row):
+    keys = [document.keys() for row in rows for document in row]
+    if not keys or (TOKEN_TYPES not in keys[0] and keys.count(keys[0]) == len(keys)):
         return rows
     names = dict.fromkeys(name for row in rows for document in row for name in document)
     media = [name for name in names if _is_media(name, declared)]
