@@ -36,8 +36,8 @@ class PackFolder:
         self.work = output.with_name(output.name + _UNFINISHED)
 
     def file_name(self, part: int) -> str:
-        """Name the file of a part."""
-        return f"{self.split}-{part:05d}-of-{self.parts:05d}.parquet"
+        """Name the file of a part, in the way of data sets on the Hub."""
+        return f"data/{self.split}-{part:05d}-of-{self.parts:05d}.parquet"
 
     def begin(self, part: int, *, max_retries: int) -> None:
         """Count an attempt at a part.
@@ -101,7 +101,8 @@ class PackFolder:
                 f"{self.work} holds files of no earlier run, and unfinished packs go there. Move it away, or give "
                 "another output."
             )
-        (self.work / _REPORTS).mkdir(parents=True, exist_ok=True)
+        for name in ("data", _REPORTS):
+            (self.work / name).mkdir(parents=True, exist_ok=True)
         _write_json(marker, identity)
 
     def complete(self, summary: dict[str, Any]) -> None:

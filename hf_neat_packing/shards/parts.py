@@ -54,20 +54,29 @@ class Part:
         return ", ".join(map(str, self.sources))
 
 
-def list_shards(shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+def list_shards(
+    shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], output: Path
+) -> list[Path]:
     """List the shards: the files that are given, or all parquet files of a folder by name.
 
     Args:
         shards: A folder, a file, or files.
+        output: Where the packs will go, absolute.
 
     Returns:
         Absolute paths, in order.
 
     Raises:
-        ColumnError: If there is none, if one is not there, or if one is given twice.
+        ColumnError: If there is none, if one is not there, if one is given twice, or if the output
+            is among them.
     """
     if isinstance(shards, str | os.PathLike):
-        given = Path(shards)
+        given = Path(shards).expanduser().resolve()
+        if output.is_relative_to(given):
+            raise ColumnError(
+                f"The packs would go to {output}, inside the folder of the shards, and be packed again with them. Give "
+                "an output outside of it."
+            )
         found = sorted(given.rglob("*.parquet")) if given.is_dir() else [given]
     else:
         found = [Path(shard) for shard in shards]
@@ -98,7 +107,7 @@ def divide(paths: Sequence[Path], tokens_per_file: int) -> tuple[list[Part], str
         The parts, and a digest of what was divided: it changes whenever a shard does.
 
     Raises:
-        ColumnError: If a file is no parquet.
+        ColumnError: If a file is no parquet, or no file has a document.
     """
     digest = hashlib.blake2b(digest_size=16)
     parts: list[Part] = []
@@ -111,9 +120,7 @@ def divide(paths: Sequence[Path], tokens_per_file: int) -> tuple[list[Part], str
         first = 0
         for group, documents, size in _row_groups(footer):
             tokens += size
-            if first < group + 1 and (
-                tokens >= tokens_per_file or group + 1 == footer.num_row_groups
-            ):
+            if tokens >= tokens_per_file or group + 1 == footer.num_row_groups:
                 rows = documents + sum(footer.row_group(g).num_rows for g in range(first, group))
                 sources.append(Source(str(path), first, group + 1, rows))
                 first = group + 1
@@ -122,6 +129,10 @@ def divide(paths: Sequence[Path], tokens_per_file: int) -> tuple[list[Part], str
                 sources, tokens = [], 0
     if sources:
         parts.append(Part(len(parts), tuple(sources)))
+    if not any(part.documents for part in parts):
+        raise ColumnError(
+            f"The {len(paths)} shards hold no document, so there is nothing to pack. Check the paths."
+        )
     return parts, digest.hexdigest()
 
 

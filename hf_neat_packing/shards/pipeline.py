@@ -154,9 +154,10 @@ def pack_shards(
         "seed": seed,
     }
     plan_packing([], **policy)  # wrong options are an error here and not in a worker
-    paths = list_shards(shards)
+    target = Path(output).expanduser().resolve()
+    paths = list_shards(shards, target)
     parts, digest = divide(paths, tokens_per_file)
-    folder = PackFolder(Path(output).expanduser().resolve(), split, len(parts))
+    folder = PackFolder(target, split, len(parts))
     rules = sorted((name, str(rule)) for name, rule in (columns or {}).items())
     folder.claim(repr((digest, tokens_per_file, split, policy, rules)), force=force)
     left = [part.number for part in parts if folder.finished(part.number) is None]
@@ -243,6 +244,10 @@ def _complete(
         reused=reused,
         **totals,
     )
-    summary = {**asdict(found), "files": [path.name for path in found.files], "fill": found.fill}
+    summary = {
+        **asdict(found),
+        "files": [str(path.relative_to(found.folder)) for path in found.files],
+        "fill": found.fill,
+    }
     folder.complete({name: value for name, value in summary.items() if name != "folder"})
     return found

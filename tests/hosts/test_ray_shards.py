@@ -73,7 +73,7 @@ def write_shard(path, first, generator, longest=60):
 
 def documents_of(folder):
     rows = [
-        row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()
+        row for path in sorted(folder.rglob("*.parquet")) for row in pq.read_table(path).to_pylist()
     ]
     return rows
 
@@ -117,11 +117,13 @@ def test_two_workers_write_the_packs_that_one_process_plans(shards, tmp_path):
 
 
 def test_the_folder_is_a_data_set_that_trains(shards, tmp_path):
-    result = pack_shards(shards / "0.parquet", tmp_path / "packs", max_length=MAX_LENGTH)
-    assert len(result.files) == 1
-    packs = datasets.load_dataset(
-        str(result.folder), split="train", cache_dir=str(tmp_path / "cache")
+    result = pack_shards(
+        shards / "0.parquet", tmp_path / "packs", max_length=MAX_LENGTH, split="chat"
     )
+    assert len(result.files) == 1
+    loaded = datasets.load_dataset(str(result.folder), cache_dir=str(tmp_path / "cache"))
+    assert list(loaded) == ["chat"]
+    packs = loaded["chat"]
     assert len(packs) == result.packs
     batch = DataCollatorForNeatPacking()([packs[0]])
     assert batch["input_ids"].tolist()[0] == [id for ids in packs[0]["input_ids"] for id in ids]
@@ -173,6 +175,9 @@ def test_a_document_that_fits_in_no_pack_is_named_with_its_shard_and_counted_whe
     assert result.tokens == result.tokens_kept + result.tokens_dropped
     with pytest.raises(ColumnError, match="force=True"):
         pack_shards(shards / "0.parquet", tmp_path / "packs", max_length=64)
+    nothing = pack_shards(shards / "0.parquet", tmp_path / "nothing", max_length=64, min_length=99)
+    assert (nothing.packs, nothing.fill, nothing.documents_dropped) == (0, 0.0, DOCUMENTS)
+    assert documents_of(nothing.folder) == []
     result = pack_shards(shards / "0.parquet", tmp_path / "packs", max_length=64, force=True)
     assert by_number(flat(documents_of(result.folder))) == documents_of(shards)[:DOCUMENTS]
 
@@ -184,7 +189,13 @@ def test_shards_that_would_lose_or_double_documents_are_refused(shards, tmp_path
     with pytest.raises(ColumnError, match="No such file"):
         pack_shards([shard, tmp_path / "none.parquet"], tmp_path / "packs", max_length=64)
     with pytest.raises(ColumnError, match=r"No \*\.parquet"):
-        pack_shards(tmp_path, tmp_path / "packs", max_length=64)
+        pack_shards(tmp_path, shards / "packs", max_length=64)
+    with pytest.raises(ColumnError, match="inside the folder of the shards"):
+        pack_shards(shards, shards / "packs", max_length=64)
+    kind = pa.schema([("input_ids", pa.list_(pa.int32()))])
+    pq.write_table(kind.empty_table(), tmp_path / "empty.parquet")
+    with pytest.raises(ColumnError, match="hold no document"):
+        pack_shards(tmp_path / "empty.parquet", tmp_path / "packs", max_length=64)
     (tmp_path / "text.parquet").write_text("not parquet at all")
     with pytest.raises(ColumnError, match="is no parquet file"):
         pack_shards(tmp_path / "text.parquet", tmp_path / "packs", max_length=64)
