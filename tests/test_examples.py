@@ -58,3 +58,17 @@ def test_fine_tuning_takes_a_model_and_data_of_the_users_own(tmp_path):
     shown = run(tmp_path, "trainer_sft.py", *words)
     assert "documents     18" in shown
     assert "1+1=" in shown.splitlines()[-1]
+
+
+def test_trl_fine_tunes_chats_on_packs(tmp_path):
+    shown = run(tmp_path, "trl_sft.py", "--output", "out")
+    assert re.search(r"\d+ chats in \d+ packs", shown)
+    assert losses(shown)[-1] < losses(shown)[0]
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_preferences_are_learned_padding_free(tmp_path):
+    shown = run(tmp_path, "dpo.py", "--output", "out")
+    assert losses(shown)[-1] < losses(shown)[0]
+    assert losses(shown, "rewards/margins")[-1] > 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
