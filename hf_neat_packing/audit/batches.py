@@ -14,7 +14,9 @@ from ..contract import DOCUMENT_MAP_KEY, METADATA_KEYS, VARLEN_KEYS
 from ..documents import document_map_from_cu_seqlens, document_map_from_position_ids
 from ..errors import BoundaryError
 from ..loss_labels import IGNORE_INDEX
+from ..multimodal.media import TOKEN_TYPES
 from ..wrappers import unwrap
+from .media import MEDIA_COLUMNS, DocumentMedia, media_of_documents
 
 LENGTHS: Final = (7, 1, 12, 5, 11)
 """Tokens of the audit's own documents: a document of one token, none a multiple of a window of 4 but one."""
@@ -59,6 +61,7 @@ class PackedInputs:
         spans: the documents, in row order.
         protected: token ids that stand for something else (images, ...) and are never changed.
         shifts_labels: whether the labels were written for a loss that shifts; None where nobody says.
+        media: which pixels and grids belong to which document; None without any.
     """
 
     batch: Mapping[str, Any]
@@ -66,6 +69,7 @@ class PackedInputs:
     spans: tuple[Span, ...]
     protected: frozenset[int]
     shifts_labels: bool | None = None
+    media: DocumentMedia | None = None
 
     @property
     def input_ids(self) -> Tensor:
@@ -86,13 +90,14 @@ class PackedInputs:
         return labels
 
     def alone(self, document: int) -> dict[str, Any]:
-        """Return the inputs of one document by itself, `[1, L]`, without anything about boundaries."""
+        """Return the inputs of one document by itself, `[1, L]` and its media, without anything about boundaries."""
         span = self.spans[document]
-        return {
+        tokens = {
             name: span.of(value)[None] if isinstance(value, Tensor) else value
             for name, value in self.batch.items()
-            if name not in _BOUNDARY_KEYS and name != "labels"
+            if name not in (*_BOUNDARY_KEYS, *MEDIA_COLUMNS, "labels")
         }
+        return tokens if self.media is None else tokens | self.media.of(self.batch, document)
 
     def tokens_of(self, document: int) -> Tensor:
         """Return where a document lies: bool `[B, S]`."""
@@ -106,7 +111,7 @@ class PackedInputs:
         return (self.document_map != 0) & ~self.tokens_of(document)
 
     def changed(self, document: int) -> dict[str, Any]:
-        """Return the batch with another id in every token of a document, but for protected ones."""
+        """Return the batch with another id in every token of a document, but for protected ones, and other pixels."""
         span = self.spans[document]
         ids = self.input_ids.clone()
         known = torch.unique(ids)
@@ -121,7 +126,8 @@ class PackedInputs:
         rolled = torch.where(same & (old > 0), old - 1, torch.where(same, old + 1, rolled))
         keep = ~torch.isin(old, known)
         ids[span.row, span.start : span.stop] = torch.where(keep, old, rolled)
-        return {**self.batch, "input_ids": ids}
+        media = {} if self.media is None else self.media.changed(self.batch, document)
+        return {**self.batch, "input_ids": ids, **media}
 
     def without_boundaries(self, *, running_positions: bool = True) -> dict[str, Any]:
         """Return the control: the same tokens with nothing that keeps documents apart.
@@ -170,9 +176,11 @@ def read_batch(
         by_token = isinstance(value, Tensor) and value.shape[:2] == ids.shape
         if name in _BOUNDARY_KEYS or by_token or isinstance(value, _SWITCHES):
             continue
+        if name in MEDIA_COLUMNS:
+            continue
         raise BoundaryError(
             f"Column {name!r} is not [rows, tokens], so the audit cannot give each document its part of it. Audit a "
-            "batch of token columns; leave this column out."
+            "batch of token columns, images and video; leave this column out."
         )
     document_map = _document_map(batch, ids)
     spans = list(_spans(document_map))
@@ -181,7 +189,10 @@ def read_batch(
             f"The batch holds {len(spans)} document: with one there is nothing to keep apart, and every model would "
             "pass. Give a batch of two documents or more."
         )
-    return PackedInputs(batch, document_map, tuple(spans), special_ids(model), shifts_labels)
+    names: list[str] = [name for name in ("input_ids", TOKEN_TYPES) if name in batch]
+    tokens = [{name: span.of(batch[name]) for name in names} for span in spans]
+    media = media_of_documents(batch, tokens, model)
+    return PackedInputs(batch, document_map, tuple(spans), special_ids(model), shifts_labels, media)
 
 
 def _spans(document_map: Tensor) -> Iterator[Span]:

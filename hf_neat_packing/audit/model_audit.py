@@ -40,7 +40,8 @@ def audit_model(
     Args:
         model: any model, in any wrappers. It is left as it was found.
         collator: makes the batch from documents; default: `DataCollatorForNeatPacking(model)`.
-        batch: a packed batch of one's own, instead of documents; token columns `[B, S]` only.
+        batch: a packed batch of one's own, instead of documents: token columns `[B, S]`, and the images and videos of
+            documents, joined in their order.
         documents: what the collator packs; default: five random documents.
         gradients: compare the gradients of all parameters, which takes three times their memory.
         seed: of the random documents.

@@ -52,6 +52,9 @@ def boundary_evidence(
     hidden = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim == 3]
     if hidden and hidden[0].shape[:2] != packed.document_map.shape:
         return "one document per row"
+    flat = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim == 2]
+    if not hidden and flat and flat[0].shape[0] != packed.document_map.numel():
+        return "tokens of its own"  # a tower's
     if VARLEN_KEYS[0] in packed.batch:
         # Only then does the attention function of the model's key read them.
         if all(kwargs.get(name) is not None for name in VARLEN_KEYS):

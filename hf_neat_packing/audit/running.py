@@ -12,6 +12,7 @@ from torch.nn import functional
 from ..errors import UnsupportedModelError
 from ..loss_labels import IGNORE_INDEX
 from ..wrappers import forward_parameters, takes_any_keyword, unwrap
+from .media import MEDIA_COLUMNS
 
 _SIMPLE = (int, float, bool, str, type(None))
 
@@ -84,7 +85,7 @@ def forward(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool = True)
         inputs = without_cache(model, inputs)
     if parameters is not None and not takes_any_keyword(parameters):
         inputs = {name: value for name, value in inputs.items() if name in parameters}
-    result = model(**inputs)
+    result = model(**in_dtype_of(model, inputs))
     values = _token_values(result, rows, length)
     if values is None:
         raise UnsupportedModelError(
@@ -95,6 +96,17 @@ def forward(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool = True)
     loss = getattr(result, "loss", None)
     auxiliary = getattr(result, "aux_loss", None)
     return Output(values, loss if isinstance(loss, Tensor) else None, auxiliary is not None)
+
+
+def in_dtype_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Give pixels the dtype of a model, which its copies in other dtypes do not give them."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return {
+        name: value.to(dtype)
+        if name in MEDIA_COLUMNS and isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for name, value in inputs.items()
+    }
 
 
 def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
