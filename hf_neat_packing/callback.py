@@ -21,6 +21,7 @@ from .dry_run import (
 from .errors import ContractError
 from .hooks.metadata import entry_hook, rebuild_varlen_kwargs_at_model_entry
 from .loss_labels import LABEL_MASKS
+from .packed_batch import split_packs
 from .remembered import prove_isolation_once
 from .wrappers import unwrap
 
@@ -52,6 +53,7 @@ class PackingCallback(TrainerCallback):  # type: ignore[misc]
         self.skip_dry_run = _class_names(skip_dry_run)
         self.proof: IsolationProof | None = None
         self.remembered = False
+        self._evaluated: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check everything once, before the first batch.
@@ -71,6 +73,18 @@ class PackingCallback(TrainerCallback):  # type: ignore[misc]
             self.proof, self.remembered = prove_isolation_once(model, collator)
             if self.proof.answers_per_token:
                 require_label_rule(model, collator, self.proof.shifts_labels)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check once an evaluation, at its first batch, that no document will be missing in its metrics.
+
+        Raises:
+            ContractError: the last batch would lose documents.
+        """
+        loader = kwargs.get("eval_dataloader")
+        if loader is not self._evaluated:
+            self._evaluated = loader
+            by_document = self.proof is not None and not self.proof.answers_per_token
+            _require_whole_evaluation(args, loader, kwargs.get("model"), by_document)
 
 
 def _class_names(names: Collection[str]) -> frozenset[str]:
@@ -179,6 +193,24 @@ def _require_kept_masks(loader: Any) -> None:
             f"The Trainer removes the columns {lost}, which the model's forward does not name, so every token would be "
             "trained on. Write `dataset = dataset.map(hf_neat_packing.labels_from_masks)` before packing, or set "
             "`remove_unused_columns=False`: then the collator makes labels of them."
+        )
+
+
+def _require_whole_evaluation(args: Any, loader: Any, model: Any, by_document: bool) -> None:
+    """Refuse batches of several packs where a model answers once a document.
+
+    Accelerate cuts what it gathers of the last batch to the number of its examples, which are packs.
+    """
+    by_document |= getattr(unwrap(model), "loss_type", None) == "ForSequenceClassification"
+    together = getattr(args, "eval_batch_size", 1) * getattr(args, "world_size", 1)
+    dataset: Any = getattr(loader, "dataset", None)
+    if not by_document or together == 1 or not hasattr(dataset, "__getitem__"):
+        return
+    if split_packs([dataset[0]])[1]:
+        raise ContractError(
+            f"Evaluation takes {together} packs at a time from a model that answers once a document, and accelerate "
+            "cuts the answers of the last batch to its number of packs: documents would be missing in the metrics. Write "
+            "`per_device_eval_batch_size=1` on one process, or evaluate documents instead of packs."
         )
 
 

@@ -68,8 +68,8 @@ def per_label_loss(
 
     Args:
         outputs: of a classifier: a mapping with `logits` `[N, K]`, or a tuple that begins with them.
-        labels: integers `[N]`: cross-entropy. Floats `[N]` or `[N, 1]` with one label: squared error. Floats `[N, K]`:
-            binary cross-entropy of several labels at once.
+        labels: one label, `[N]` or `[N, 1]`: squared error. Of several, integers `[N]`: cross-entropy; floats
+            `[N, K]`: binary cross-entropy of several at once.
         num_items_in_batch: labels of the update; None: those of this batch.
 
     Returns:
@@ -88,9 +88,9 @@ def per_label_loss(
             "`hf_neat_packing.pack_sequence_classifier(model)`, and give documents `labels` that are numbers."
         )
     labels = labels.to(logits.device)
-    if labels.is_floating_point():
+    one = logits.shape[1] == 1
+    if one or labels.is_floating_point():
         labels = labels.reshape(logits.shape).to(logits.dtype)
-        one = logits.shape[1] == 1
         losses = (
             (logits - labels).square()
             if one

@@ -338,11 +338,17 @@ def _per_document(documents: list[Document], rules: Mapping[str, ColumnRule]) ->
     for name, rule in rules.items():
         if rule.kind == "document":
             values = [document[name] for document in documents]
-            numbers = all(
-                isinstance(value, (int, float)) or hasattr(value, "dtype") for value in values
-            )
-            result[name] = torch.as_tensor(np.asarray(values)) if numbers else values
-            if all(isinstance(value, float) for value in values):
-                # A loss of float64 labels has float64 gradients, which no float32 model takes.
-                result[name] = result[name].to(torch.get_default_dtype())
+            result[name] = _as_numbers(values, several=name in ("labels", "label"))
     return result
+
+
+def _as_numbers(values: list[Any], *, several: bool) -> Any:
+    """Make a tensor `[N]` of one number a document, `[N, K]` of several; leave anything else as it is."""
+    numbers = all(isinstance(value, (int, float)) or hasattr(value, "dtype") for value in values)
+    if not numbers and not (several and len({len(value) for value in values}) == 1):
+        return values
+    made = torch.as_tensor(np.asarray(values))
+    if not any(hasattr(value, "dtype") for value in values) and made.is_floating_point():
+        # Python floats are float64, and no float32 model takes the gradients of such a loss.
+        return made.to(torch.get_default_dtype())
+    return made

@@ -27,8 +27,8 @@ def prove_padding_free(
 
     Args:
         model: the model with its hooks.
-        collator: where the model answers once a document: writes the packed batch. Padding on the left is then left
-            out, because a head that reads a row's first token reads padding there.
+        collator: where the model answers once a document: writes the packed batch. A model that answers once a
+            row is not tried with padding on the left: a head that reads a row's first token reads padding there.
 
     Returns:
         The largest difference from a row alone.
@@ -45,9 +45,9 @@ def prove_padding_free(
     with undisturbed(inner), torch.no_grad():
         alone = [answer(name, model, {"input_ids": row[None]}) for row in rows]
         found = {"padded on the right": _padded(name, model, rows, left=False)}
-        if collator is None:
+        if alone[0].ndim > 2:
             found["padded on the left"] = _padded(name, model, rows, left=True)
-        else:
+        if collator is not None:
             batch = collator([{"input_ids": row.cpu()} for row in rows])
             batch = {key: to_device(value, device) for key, value in batch.items()}
             found["packed into one row"] = list(answer(name, model, batch))

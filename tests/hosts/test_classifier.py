@@ -129,8 +129,13 @@ def test_documents_that_end_in_padding_tokens_are_read_as_transformers_reads_the
 
 @pytest.mark.parametrize(
     ("num_labels", "labels"),
-    [(2, [0, 1, 1]), (1, [0.5, -1.0, 2.0])],
-    ids=["integers", "rewards"],
+    [
+        (2, [0, 1, 1]),
+        (1, [0.5, -1.0, 2.0]),
+        (1, [3, 1, 4]),
+        (4, [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]),
+    ],
+    ids=["integers", "rewards", "integer rewards", "several at once"],
 )
 def test_labels_of_documents_give_the_loss_of_the_batch(num_labels, labels):
     model, rows = classifier(num_labels=num_labels), rows_of(LENGTHS)
@@ -138,6 +143,7 @@ def test_labels_of_documents_give_the_loss_of_the_batch(num_labels, labels):
     documents = [{"input_ids": r, "label": y} for r, y in zip(rows, labels, strict=True)]
     with pack_sequence_classifier(model):
         batch = DataCollatorForNeatPacking(model)(documents)
+        assert batch["labels"].dtype == torch.tensor(labels).dtype
         assert batch["labels"].tolist() == labels
         assert "label" not in batch
         output = model(**batch)
@@ -214,6 +220,34 @@ def trained_alone(updates, dtype):
         optimizer.step()
         optimizer.zero_grad()
     return model
+
+
+def test_metrics_of_packs_count_every_document_or_are_refused(tmp_path):
+    rows = rows_of((3, 5, 2, 6, 1, 4, 7))
+    documents = datasets.Dataset.from_list(
+        [{"input_ids": r.tolist(), "label": i % 2} for i, r in enumerate(rows)]
+    )
+    model = classifier()
+    with pack_sequence_classifier(model):
+        for data, size in (
+            (pack_dataset(documents, max_length=8), 1),
+            (documents, 3),
+            (pack_dataset(documents, max_length=8), 3),
+        ):
+            counted = []
+            trainer = Trainer(
+                model, arguments(tmp_path, per_device_eval_batch_size=size), eval_dataset=data,
+                data_collator=DataCollatorForNeatPacking(model), callbacks=[PackingCallback()],
+                compute_metrics=lambda prediction, counted=counted: counted.append(
+                    (len(prediction.predictions), len(prediction.label_ids))
+                ) or {},
+            )  # fmt: skip
+            if data is documents or size == 1:
+                trainer.evaluate()
+                assert counted == [(len(rows), len(rows))]
+            else:
+                with pytest.raises(ContractError, match="per_device_eval_batch_size=1"):
+                    trainer.evaluate()
 
 
 def test_what_has_no_head_a_padding_token_or_ids_is_refused_by_name():

@@ -17,6 +17,7 @@ from transformers import Trainer
 from hf_neat_packing import (
     DataCollatorForNeatPacking,
     PackedEvaluation,
+    PackingCallback,
     per_document_loss,
 )
 from hf_neat_packing import loss_labels as marks
@@ -63,7 +64,7 @@ def test_per_document_loss_is_training_on_documents_one_by_one(tmp_path, accumul
     watch, counts = train(
         model, data, DataCollatorForNeatPacking(model, loss_per="document"), tmp_path,
         trainer={"compute_loss_func": per_document_loss}, gradient_accumulation_steps=accumulation,
-        max_steps=STEPS, train_sampling_strategy="sequential",
+        callbacks=[PackingCallback()], max_steps=STEPS, train_sampling_strategy="sequential",
     )  # fmt: skip
     results = {}
     for dtype in (torch.float64, torch.float32):
