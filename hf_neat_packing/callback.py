@@ -209,8 +209,8 @@ def _require_whole_evaluation(args: Any, loader: Any, model: Any, by_document: b
     if split_packs([dataset[0]])[1]:
         raise ContractError(
             f"Evaluation takes {together} packs at a time from a model that answers once a document, and accelerate "
-            "cuts the answers of the last batch to its number of packs: documents would be missing in the metrics. Write "
-            "`per_device_eval_batch_size=1` on one process, or evaluate documents instead of packs."
+            "cuts the answers of the last batch to its number of packs: documents would be missing in the metrics. "
+            "Write `per_device_eval_batch_size=1` on one process, or evaluate documents instead of packs."
         )
 
 
