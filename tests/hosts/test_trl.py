@@ -9,7 +9,16 @@ from tiny_models import VOCAB, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trainer_runs import CountingTrainer, Leaky, arguments, excess, quiet, train, weights
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from hf_neat_packing import (
     DataCollatorForNeatPacking,
@@ -287,3 +296,39 @@ def test_a_reward_model_trains_padding_free_as_on_padded_rows(folder, tokenizer)
         assert set(rows) == {1}
     assert excess(model, padded[torch.float32], padded[torch.float64], STEPS) <= 1
     assert excess(made("sdpa"), padded[torch.float32], padded[torch.float64], STEPS) > 100
+
+
+def test_grpo_generates_as_ever_and_trains_padding_free(folder, tokenizer):
+    data = datasets.Dataset.from_list(
+        [{"prompt": p} for p in ("w1 w2 w3", "w5", "w7 w8 w9 w10")] * 4
+    )
+    generated = []
+
+    def rewarded(completions, **columns):
+        generated.append(list(completions))
+        return [float(len(text) % 5) for text in completions]
+
+    def reinforced(model):
+        more = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
+        trainer = GRPOTrainer(
+            model, rewarded, args=GRPOConfig(**options(folder, **more)), train_dataset=data,
+            processing_class=tokenizer,
+        )  # fmt: skip
+        trainer.train()
+
+    padded = {d: tiny_model("llama", "sdpa", d) for d in (torch.float32, torch.float64)}
+    for model in padded.values():
+        reinforced(model)
+    model, rows = tiny_model("llama"), []
+    model.model.layers[0].register_forward_hook(
+        lambda m, args, output: rows.append((m.training, output.shape[0]))
+    )
+    with padding_free(model):
+        rows.clear()
+        reinforced(model)
+    assert len(generated) == 3 * STEPS
+    assert generated[:STEPS] == generated[STEPS : 2 * STEPS] == generated[2 * STEPS :]
+    assert (True, 1) in rows, "training is packed"
+    assert any(count == 4 for _, count in rows), "generation is not"
+    assert excess(model, padded[torch.float32], padded[torch.float64], STEPS) <= 1
+    assert excess(tiny_model("llama"), padded[torch.float32], padded[torch.float64], STEPS) > 100
