@@ -47,7 +47,7 @@ class RoutingHooks:
         scope: whose forwards say how tokens were regrouped, or None.
     """
 
-    def __init__(self, model: nn.Module, scope: Scope | None) -> None:
+    def __init__(self, model: nn.Module, scope: Scope | None = None) -> None:
         self.model, self.scope = unwrap(model), scope
         part = getattr(self.model, "base_model", self.model)
         self.part: nn.Module = part if isinstance(part, nn.Module) else self.model
@@ -72,6 +72,17 @@ class RoutingHooks:
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
+
+    def is_running(self) -> bool:
+        """Whether a forward of the model is running; a recomputation in its backward is none."""
+        return self._entered() is not None
+
+    def real_tokens(self) -> Tensor | None:
+        """Say which slots of the running forward hold real tokens: bool `[B, S]`, or None where all may."""
+        entered, real = self._entered(), self._regrouped()
+        if real is None and entered is not None and entered.document_map is not None:
+            real = entered.document_map != 0
+        return real
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -98,9 +109,7 @@ class RoutingHooks:
         entered = self._entered()
         if entered is None or not isinstance(logits, (tuple, list)):
             return
-        real = self._regrouped()
-        if real is None and entered.document_map is not None:
-            real = entered.document_map != 0
+        real = self.real_tokens()
         if real is None or bool(real.all()):
             return
         name = type(self.model).__name__

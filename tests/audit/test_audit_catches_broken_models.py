@@ -130,7 +130,7 @@ def test_a_column_that_is_no_token_column_is_refused_by_name():
     batch = DataCollatorForNeatPacking(llama())([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     with pytest.raises(BoundaryError, match="'audio_features'"):
         audit_model(llama(), batch={**batch, "audio_features": torch.zeros(1, 3, 4)})
-    with pytest.raises(BoundaryError, match="pixel_values.*names no id of image placeholders"):
+    with pytest.raises(BoundaryError, match=r"pixel_values.*names no id of image placeholders"):
         audit_model(llama(), batch={**batch, "pixel_values": torch.zeros(1, 3, 4, 4)})
 
 
