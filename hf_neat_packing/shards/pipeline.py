@@ -131,9 +131,6 @@ def pack_shards(
         ColumnError: If shards or folder are not as said above, or documents cannot be packed.
         PlanningError: If a document is too long and `on_overlong="error"`, or an option is wrong.
         MissingDependencyError: If Ray is not installed.
-
-    Example:
-        >>> pack_shards("tokens/", "packs", max_length=4096)  # doctest: +SKIP
     """
     ray_data = _import_ray_data()
     from hf_neat_packing.shards.folder import PackFolder

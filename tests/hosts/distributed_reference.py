@@ -25,14 +25,14 @@ def packs():
     return packed
 
 
-def samplers(packed, ranks):
+def samplers(packed, ranks, seed=0):
     return [
-        RankBalancedPackSampler(packed, num_ranks=ranks, rank=rank, hidden_size=32)
+        RankBalancedPackSampler(packed, num_ranks=ranks, rank=rank, hidden_size=32, seed=seed)
         for rank in range(ranks)
     ]
 
 
-def documents_of_steps(packed, ranks):
+def documents_of_steps(packed, ranks, seed=0):
     """The documents that all ranks together learn from in each step, each document once."""
     return [
         [
@@ -42,7 +42,7 @@ def documents_of_steps(packed, ranks):
             if not isinstance(pack, RepeatedPack)
             for document in packed[pack]["input_ids"]
         ]
-        for batches in zip(*samplers(packed, ranks), strict=True)
+        for batches in zip(*samplers(packed, ranks, seed), strict=True)
     ]
 
 

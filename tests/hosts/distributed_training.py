@@ -32,11 +32,17 @@ from tiny_models import tiny_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-from hf_neat_packing import DataCollatorForNeatPacking, isolate, pack_sdpa_only_model
+from hf_neat_packing import (
+    DataCollatorForNeatPacking,
+    PackingCallback,
+    isolate,
+    pack_sdpa_only_model,
+)
 from hf_neat_packing.audit import zoo
+from hf_neat_packing.dataset.packed_trainer import PackedTrainerMixin
 from hf_neat_packing.dry_run import prove_isolation
 
 FOLDER = Path(sys.argv[1])
@@ -141,6 +147,59 @@ def check_data_parallel():
     }
     for name, build in ways.items():
         compare(name, one, build, ranks=2, control=name in ("ddp", "fsdp2"))
+
+
+class BalancedTrainer(PackedTrainerMixin, Trainer):
+    """The Trainer, with packs dealt by cost."""
+
+
+def check_trainer():
+    """The Trainer as torchrun starts it: it wraps the model and counts targets over ranks by itself."""
+    one = OneProcess(tiny_model("llama", "sdpa"), documents_of_steps(packs(), 2, seed=42))
+    for name, callbacks in (("trainer", [PackingCallback()]), ("trainer, control", [])):
+        model = llama()
+        collator = DataCollatorForNeatPacking(model)
+        arguments = TrainingArguments(
+            str(FOLDER / f"trainer-{dist.get_rank()}"),
+            num_train_epochs=1,
+            per_device_train_batch_size=1,
+            learning_rate=0.05,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
+        trainer = BalancedTrainer(
+            model,
+            arguments,
+            train_dataset=packs(),
+            data_collator=collator if callbacks else without_boundaries(collator),
+            optimizers=(optimizer_of(model), None),
+            callbacks=callbacks,
+        )
+        trainer.train()
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        record(
+            FOLDER,
+            dist.get_rank(),
+            name,
+            excess=one.excess(weights_of(model)),
+            world_size=arguments.world_size,
+            steps=trainer.state.global_step,
+            losses=losses,
+            expected_losses=one.true_losses,
+        )
+
+
+def without_boundaries(collator):
+    def collate(features):
+        return {k: v for k, v in collator(features).items() if k not in BOUNDARIES}
+
+    return collate
 
 
 def check_tensor_parallel():
@@ -259,6 +318,7 @@ def main():
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     for check in (
         check_data_parallel,
+        check_trainer,
         check_tensor_parallel,
         check_recurrent,
         check_sdpa_only,

@@ -58,6 +58,14 @@ def test_heads_that_two_ranks_share_give_the_weights_of_one_process(ranks, way):
         assert found["loss_excess"] <= 1
 
 
+def test_the_trainer_on_two_processes_trains_as_one_does_on_documents_alone(ranks):
+    for found in found_by_both(ranks, "trainer"):
+        assert (found["world_size"], found["steps"]) == (2, 3)
+        assert found["excess"] <= 1
+        assert found["losses"] == pytest.approx(found["expected_losses"], rel=1e-6)
+    assert all(found["excess"] > 100 for found in found_by_both(ranks, "trainer, control"))
+
+
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
 def test_stages_with_four_microbatches_in_flight_train_as_one_process(ranks, schedule):
     both = list(found_by_both(ranks, schedule))
