@@ -16,6 +16,7 @@ from .contract import PackingCapabilities
 from .dry_run import (
     IsolationProof,
     require_balance_without_padding,
+    require_known_rotary_limit,
     require_label_rule,
 )
 from .errors import ContractError
@@ -68,6 +69,7 @@ class PackingCallback(TrainerCallback):  # type: ignore[misc]
         _require_uncut_batches(args, loader, model, collator.capabilities)
         _require_no_grouping(args)
         _require_kept_masks(loader)
+        require_known_rotary_limit(model, collator)
         require_balance_without_padding(model, collator)
         if type(unwrap(model)).__name__ not in self.skip_dry_run:
             self.proof, self.remembered = prove_isolation_once(model, collator)

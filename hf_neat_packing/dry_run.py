@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from .errors import ContractError, UnsupportedModelError
 from .hooks.routing import asks_for_router_logits, has_router, routing_hooks
+from .isolation import isolation_of
+from .isolation.long_range import rotary_limit
 from .label_shift import shift_of_losses
 from .two_documents import LENGTHS, AttentionCall, evaluating, run_row, two_documents
 from .wrappers import unwrap
@@ -146,6 +148,27 @@ def require_label_rule(model: nn.Module, collator: Any, shifts: bool | None) -> 
         f"is {declared!r}: the collator would take away the label of each document's first token, and make labels "
         "that ask for the token itself. Write `DataCollatorForNeatPacking(model, shifted_labels=False)` and give the "
         "data a `labels` column that is shifted already."
+    )
+
+
+def require_known_rotary_limit(model: nn.Module, collator: Any) -> None:
+    """Raise where rotary tables follow the longest document and the collator does not know from which length on.
+
+    Args:
+        model: the model, in its wrappers.
+        collator: a `DataCollatorForNeatPacking`; one that knows the length refuses batches that reach it.
+
+    Raises:
+        ContractError: naming the class and the length.
+    """
+    limit = rotary_limit(unwrap(model)) if isolation_of(model) is None else None
+    if limit is None or limit == collator.rotary_limit:
+        return
+    raise ContractError(
+        f"{limit.model} scales its rotary table for documents of more than {limit.length} tokens, and the collator does "
+        "not know it: one long document would change the others of its batch. Write `isolate(model)`, which gives each "
+        "document its own table; or build the collator from this model, `DataCollatorForNeatPacking(model)`, which "
+        "refuses such batches."
     )
 
 

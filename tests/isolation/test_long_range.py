@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 from hf_neat_packing import DataCollatorForNeatPacking
 from hf_neat_packing.audit.zoo import tiny_model
-from hf_neat_packing.errors import UnsupportedModelError
+from hf_neat_packing.dry_run import require_known_rotary_limit
+from hf_neat_packing.errors import ContractError, UnsupportedModelError
 from hf_neat_packing.isolation import isolate, isolation_of
 
 LENGTHS = [7, 1, 12, 5, 9]
@@ -150,3 +151,20 @@ def test_documents_that_are_all_long_share_the_long_table_of_longrope():
     # A dynamic table remembers the longest document that it has seen.
     with pytest.raises(UnsupportedModelError, match="follow the longest document"):
         batch_of(scaled(LlamaConfig, "dynamic"), lengths)
+
+
+def test_training_does_not_begin_with_a_collator_that_does_not_know_the_length():
+    model = scaled(LlamaConfig, "longrope")
+    require_known_rotary_limit(model, DataCollatorForNeatPacking(model))
+    require_known_rotary_limit(tiny_model("llama"), DataCollatorForNeatPacking())
+    with pytest.raises(
+        ContractError, match=r"LlamaForCausalLM.*more than 8 tokens.*isolate\(model\)"
+    ):
+        require_known_rotary_limit(model, DataCollatorForNeatPacking())
+    with isolate(model):
+        collator = DataCollatorForNeatPacking(model)
+        require_known_rotary_limit(model, collator)
+        require_known_rotary_limit(model, DataCollatorForNeatPacking())
+    # The tables came off with the hooks.
+    with pytest.raises(ContractError, match="more than 8 tokens"):
+        require_known_rotary_limit(model, collator)
