@@ -78,6 +78,7 @@ __all__ = [
     "sdpa_mask",
     "tables_by_row",
     "torch_varlen_attention",
+    "torch_varlen_groups_heads",
     "trainer_counts_shift_labels",
     "tree_map",
     "wrapper_tensor",
@@ -255,13 +256,29 @@ def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], device: Any)
 plain_torch_function = torch._C._disabled_torch_function_impl
 
 
-def torch_varlen_attention() -> Callable[..., Any] | None:
-    """Return torch's own varlen attention, or None where this torch has none (drop at torch >= 2.10)."""
+def _find_varlen() -> tuple[Callable[..., Any] | None, frozenset[str]]:
     try:
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn
+    except ImportError:  # drop at torch >= 2.10
+        return None, frozenset()
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+
+
+# Found once, outside of any graph.
+_VARLEN, _VARLEN_PARAMETERS = _find_varlen()
+
+
+def torch_varlen_attention() -> Callable[..., Any] | None:
+    """Return torch's own varlen attention, or None where this torch has none with a scale and a window.
+
+    torch 2.10 had a causal flag instead (drop at torch >= 2.11).
+    """
+    return _VARLEN if {"scale", "window_size"} <= _VARLEN_PARAMETERS else None
+
+
+def torch_varlen_groups_heads() -> bool:
+    """Whether it takes fewer key heads than query heads (drop at torch >= 2.12)."""
+    return "enable_gqa" in _VARLEN_PARAMETERS
 
 
 def environment() -> dict[str, str]:

@@ -105,6 +105,10 @@ def test_the_key_is_not_saved_and_has_to_be_given_at_every_load(tmp_path):
     assert torch.equal(again(ids, **inputs).logits, model(ids, **inputs).logits)
 
 
+def _torch_version():
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
 def test_names_have_the_signatures_that_are_used():
     assert {"mask_function", "attention_mask", "q_offset", "kv_offset", "device"} <= set(
         inspect.signature(_compat.sdpa_mask).parameters
@@ -118,7 +122,9 @@ def test_names_have_the_signatures_that_are_used():
     varlen = _compat.torch_varlen_attention()
     if varlen is not None:
         names = set(inspect.signature(varlen).parameters)
-        assert {"query", "key", "value", "scale", "window_size", "enable_gqa"} <= names
+        assert {"query", "key", "value", "scale", "window_size"} <= names
+        assert ("enable_gqa" in names) == _compat.torch_varlen_groups_heads()
+    assert (varlen is not None) == (_torch_version() >= (2, 11))
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def traced_attention(
         interval = interval_of(mask)
     elif mask is not None:
         dense = mask
-    if boundaries.cu_seqlens is not None and query.device.type == "cuda":
+    if boundaries.cu_seqlens is not None:
         plain = _static_reach(seen, mask, causal, sliding_window)
         if plain is not None:
             cu = boundaries.cu_seqlens.to(torch.int32)

@@ -207,18 +207,28 @@ def test_the_cuda_kernels_hand_over_what_was_asked_for(monkeypatch, dims, window
     """Stand-ins with the documented signatures compute the oracle from what they are given."""
     call = make_call([5, 9], dims=dims, left=window[0], right=window[1])
 
-    def stand_in(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, **rest):
+    def oracle(q, k, v, cu, longest, scale, window_size):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1]
         left, right = (None if reach == -1 else reach for reach in window_size)
-        given = VarlenCall(q, k, v, cu_q, max_q, None, left, right, scale)
-        return reference.attention(given)
+        return reference.attention(VarlenCall(q, k, v, cu, longest, None, left, right, scale))
 
-    def flash_attn(*args, softmax_scale, causal, window_size, dropout_p, softcap):
+    def torch_op(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+        assert enable_gqa == grouped
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        return oracle(q, k, v, cu_q, max_q, scale, window_size)
+
+    def flash_attn(
+        q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal, window_size, dropout_p, softcap
+    ):
         assert causal == (window_size[1] == 0)
-        return stand_in(*args, scale=softmax_scale, window_size=window_size)
+        return oracle(q, k, v, cu_q, max_q, softmax_scale, window_size)
 
-    monkeypatch.setattr(torch_varlen, "torch_varlen_attention", lambda: stand_in)
+    monkeypatch.setattr(torch_varlen, "torch_varlen_attention", lambda: torch_op)
+    monkeypatch.setattr(torch_varlen, "torch_varlen_groups_heads", lambda: grouped)
     monkeypatch.setattr(flash, "_function", lambda: flash_attn)
     truth = reference.attention(call)
-    for kernel in (torch_varlen, flash):
-        assert torch.allclose(kernel.attention(call), truth, atol=1e-12)
+    grouped = True
+    assert torch.allclose(torch_varlen.attention(call), truth, atol=1e-12)
+    grouped = False
+    assert torch.allclose(torch_varlen.attention(call), truth, atol=1e-12)
+    assert torch.allclose(flash.attention(call), truth, atol=1e-12)

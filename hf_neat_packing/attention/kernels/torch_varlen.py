@@ -6,7 +6,7 @@ Legend: see `call`.
 import torch
 from torch import Tensor
 
-from ..._compat import torch_varlen_attention
+from ..._compat import torch_varlen_attention, torch_varlen_groups_heads
 from . import half_precision
 from .call import VarlenCall
 
@@ -14,7 +14,7 @@ from .call import VarlenCall
 def why_not(call: VarlenCall) -> str | None:
     """Say what in the call this kernel cannot compute, or None."""
     if torch_varlen_attention() is None:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen with a scale and a window"
     return half_precision.why_not(call, lacks=("softcap", "sinks", "mask", "dropout"))
 
 
@@ -27,6 +27,12 @@ def attention(call: VarlenCall) -> Tensor:
     varlen = torch_varlen_attention()
     assert varlen is not None
     query, key, value = half_precision.one_head_dim(call, multiple_of=8)
+    options = {}
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and torch_varlen_groups_heads():
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     out: Tensor = varlen(
         query.contiguous(),
         key.contiguous(),
@@ -37,6 +43,6 @@ def attention(call: VarlenCall) -> Tensor:
         call.max_seqlen,
         scale=half_precision.scale_of(call),
         window_size=half_precision.window_of(call),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
     return out[..., : call.value.shape[-1]]
