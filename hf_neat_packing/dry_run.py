@@ -165,10 +165,10 @@ def require_known_rotary_limit(model: nn.Module, collator: Any) -> None:
     if limit is None or limit == collator.rotary_limit:
         return
     raise ContractError(
-        f"{limit.model} scales its rotary table for documents of more than {limit.length} tokens, and the collator does "
-        "not know it: one long document would change the others of its batch. Write `isolate(model)`, which gives each "
-        "document its own table; or build the collator from this model, `DataCollatorForNeatPacking(model)`, which "
-        "refuses such batches."
+        f"{limit.model} scales its rotary table for documents of more than {limit.length} tokens, and the collator "
+        "does not know it: one long document would change the others of its batch. Write `isolate(model)`, which gives "
+        "each document its own table; or build the collator from this model, `DataCollatorForNeatPacking(model)`, "
+        "which refuses such batches."
     )
 
 

@@ -91,7 +91,10 @@ def _proof(entry: Any) -> IsolationProof | None:
     except (TypeError, KeyError):
         return None
     numbers = (values["change_in_second"], values["distance_from_alone"])
-    if not passed or not all(isinstance(number, float) for number in numbers):
+    answers = (values["shifts_labels"] in (True, False, None), values["answers_per_token"])
+    if not passed or not all(isinstance(x, float) for x in numbers):
+        return None
+    if not all(isinstance(x, bool) for x in answers) or not answers[0]:
         return None
     return IsolationProof(layers, **values)
 

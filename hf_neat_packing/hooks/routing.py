@@ -33,6 +33,7 @@ class _Entered(NamedTuple):
     hooks: "RoutingHooks"
     document_map: Tensor | None
     mask: Any
+    by_part: bool = False
 
 
 _ENTERED: ContextVar[tuple[_Entered, ...]] = ContextVar("routed_forward", default=())
@@ -51,19 +52,28 @@ class RoutingHooks:
         self.model, self.scope = unwrap(model), scope
         part = getattr(self.model, "base_model", self.model)
         self.part: nn.Module = part if isinstance(part, nn.Module) else self.model
-        self._handles: list[RemovableHandle] = [
+        self._handles: list[RemovableHandle] = []
+        self.model.__dict__[_REGISTRY] = self
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the hooks on, behind those that are there: what changes a batch comes before what reads it."""
+        self._detach()
+        self._handles = [
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.part.register_forward_pre_hook(self._hand_mask, with_kwargs=True),
-            self.part.register_forward_hook(self._leave_padding_out),
+            self.part.register_forward_pre_hook(self._enter_part, with_kwargs=True),
+            self.part.register_forward_hook(self._leave_part, always_call=True),
             self.model.register_forward_hook(self._leave, always_call=True),
         ]
-        self.model.__dict__[_REGISTRY] = self
 
-    def remove(self) -> None:
-        """Take the hooks off; a second call does nothing."""
+    def _detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def remove(self) -> None:
+        """Take the hooks off; a second call does nothing."""
+        self._detach()
         if vars(self.model).get(_REGISTRY) is self:
             del self.model.__dict__[_REGISTRY]
 
@@ -96,27 +106,29 @@ class RoutingHooks:
             return None
         return args, {name: value for name, value in kwargs.items() if name != "attention_mask"}
 
-    def _hand_mask(
+    def _enter_part(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         entered = self._entered()
-        if entered is None or entered.mask is None:
+        if entered is None:
+            # Somebody ran the model by `.forward`, past its hooks, as older adapters do.
+            document_map = kwargs.get(DOCUMENT_MAP_KEY)
+            _ENTERED.set((*_ENTERED.get(), _Entered(self, document_map, None, by_part=True)))
             return None
-        return args, kwargs | {"attention_mask": entered.mask}
+        return None if entered.mask is None else (args, kwargs | {"attention_mask": entered.mask})
 
-    def _leave_padding_out(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave_part(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        entered, real = self._entered(), self.real_tokens()
+        if entered is not None and entered.by_part:
+            _ENTERED.set(_ENTERED.get()[:-1])
         logits = getattr(output, "router_logits", None)
-        entered = self._entered()
-        if entered is None or not isinstance(logits, (tuple, list)):
-            return
-        real = self.real_tokens()
-        if real is None or bool(real.all()):
+        if not isinstance(logits, (tuple, list)) or real is None or bool(real.all()):
             return
         name = type(self.model).__name__
         output["router_logits"] = tuple(_of_real_tokens(each, real, name) for each in logits)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._entered() is not None:
+        if self.is_running():
             _ENTERED.set(_ENTERED.get()[:-1])
 
     def _entered(self) -> _Entered | None:
@@ -147,7 +159,9 @@ def leave_padding_out_of_routing(
     inner = unwrap(model)
     known = routing_hooks(inner)
     if known is not None:
-        known.scope = scope if scope is not None else known.scope
+        if scope is not None:
+            known.scope = scope
+            known.attach()
         return known
     return RoutingHooks(inner, scope) if has_router(inner) else None
 

@@ -119,6 +119,27 @@ def test_hooks_of_configure_packing_outlive_those_of_isolate():
     assert routing_hooks(model) is None
 
 
+def test_hooks_that_came_first_read_what_isolate_regroups():
+    model = routed("minimax_m3_vl_text", "sdpa")
+    configure_packing_for_models([model])
+    for config in (model.config, model.config.get_text_config()):
+        config.output_router_logits = True
+    with isolate(model) as report, torch.no_grad():
+        assert report.applied or report.unpacked
+        bare = run(model)
+        for options in (PADDED, in_rows(model)):
+            torch.testing.assert_close(run(model, **options).aux_loss, bare.aux_loss)
+
+
+def test_a_forward_past_the_hooks_of_the_model_leaves_padding_out_too():
+    model = routed("mixtral")
+    batch = DataCollatorForNeatPacking(model, **PADDED)(random_documents(model))
+    with torch.no_grad(), leave_padding_out_of_routing(model):
+        bare = run(model)
+        output = model.forward(**batch, output_router_logits=True)
+        torch.testing.assert_close(output.aux_loss, bare.aux_loss)
+
+
 def test_a_copy_has_hooks_of_its_own():
     model = routed("mixtral")
     hooks = leave_padding_out_of_routing(model)
