@@ -7,12 +7,12 @@ wrapped, given another key, or another collator may have taken the place of ours
 from collections.abc import Collection
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from .capabilities import model_capabilities
 from .collator import DataCollatorForNeatPacking
-from .contract import PackingCapabilities
+from .contract import METADATA_KEYS, VARLEN_KEYS, PackingCapabilities
 from .dry_run import (
     IsolationProof,
     require_balance_without_padding,
@@ -161,6 +161,7 @@ def _require_uncut_batches(
     joined = found[0].startswith("dispatch_batches") and getattr(args, "world_size", 1) > 1
     ints = varlen or capabilities.requires_packed_sequence_metadata
     if (not varlen or rebuilt) and not (joined and ints):
+        _require_rows_in_every_key(loader, found)
         return
     raise ContractError(
         f"{' and '.join(found)} cuts and joins batches on dimension 0, but this batch holds keys without a row for "
@@ -169,6 +170,32 @@ def _require_uncut_batches(
         "per GPU. Where only rows are cut, give every pack a row of its own (`rows='packs'`) and rebuild the "
         "offsets of each part: `configure_packing_for_models([model])`."
     )
+
+
+def _require_rows_in_every_key(loader: Any, found: list[str]) -> None:
+    """Refuse a batch of which some tensor is not as long as there are rows: of documents, images or position axes."""
+    dataset: Any = getattr(loader, "dataset", None)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return
+    batch = loader.collate_fn([dataset[index] for index in range(min(len(dataset), 4))])
+    rows = batch["input_ids"].shape[0]
+    loose = [
+        name
+        for name, value in batch.items()
+        if name not in (*VARLEN_KEYS, *METADATA_KEYS) and not _has_rows(value, rows)
+    ]
+    if loose:
+        raise ContractError(
+            f"{' and '.join(found)} cuts and joins batches on dimension 0, and a batch of {rows} rows holds {loose}, "
+            "which have an entry for each document, image or axis instead: its parts would get those of other rows. "
+            'Set `accelerator_config={"dispatch_batches": False, "split_batches": False}` and one process per GPU.'
+        )
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    if isinstance(value, dict):
+        return all(_has_rows(part, rows) for part in value.values())
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == rows
 
 
 def _require_no_grouping(args: Any) -> None:

@@ -20,7 +20,7 @@ from ..collator import DataCollatorForNeatPacking
 from ..contract import DOCUMENT_MAP_KEY
 from ..documents import get_seqlens_in_batch
 from ..errors import ContractError, UnsupportedModelError
-from ..wrappers import unwrap
+from ..wrappers import entry_module, unwrap
 from .batches import pack_padded
 from .proof import prove_padding_free
 from .reading import Reads, find_token_read, read_tokens
@@ -66,6 +66,7 @@ class PaddingFree:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: nn.Module = unwrap(model)
+        self._entry = entry_module(model)
         self.backbone = _backbone(self.model)
         self.collator = DataCollatorForNeatPacking(model)
         self.reads: Reads = "every token"
@@ -86,8 +87,8 @@ class PaddingFree:
     def attach_to_head(self) -> None:
         """Let packed batches through to a head that answers once a row: each document is a row to it."""
         self._handles += [
-            self.model.register_forward_pre_hook(self._spread, with_kwargs=True, prepend=True),
-            self.model.register_forward_hook(self._forget, always_call=True),
+            self._entry.register_forward_pre_hook(self._spread, with_kwargs=True, prepend=True),
+            self._entry.register_forward_hook(self._forget, always_call=True),
         ]
 
     def remove(self) -> None:
@@ -114,7 +115,7 @@ class PaddingFree:
                 "documents by `input_ids`. Call it with ids."
             )
         head = {name: named.pop(name) for name in list(named) if _is_for_the_head(name)}
-        ids, pad = named["input_ids"], _padding_token(module)
+        ids, pad = named["input_ids"], _padding_token(self.model)
         lengths = get_seqlens_in_batch(document_map)
         if self.reads == "every token":
             padded = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]

@@ -8,9 +8,15 @@ import torch
 from row_runs import excess, padded, rows_of
 from tiny_models import tiny_model
 from trainer_runs import arguments, packs, quiet
-from transformers import Trainer
+from transformers import LlamaForSequenceClassification, Trainer
 
-from hf_neat_packing import DataCollatorForNeatPacking, PackingCallback, isolate, padding_free
+from hf_neat_packing import (
+    DataCollatorForNeatPacking,
+    PackingCallback,
+    isolate,
+    pack_sequence_classifier,
+    padding_free,
+)
 from hf_neat_packing.errors import UnsupportedModelError
 
 LENGTHS = (4, 1, 9, 5)
@@ -94,6 +100,33 @@ def test_adapters_train_with_the_callback_and_checkpoint_and_run_padding_free(tm
             model,
             lambda m: [r[k.bool()] for r, k in zip(m(**batch).logits, batch["attention_mask"], strict=True)],
             alone(rows), reference=adapted("eager"),
+        )  # fmt: skip
+        assert far <= 1
+
+
+def test_an_adapted_classifier_answers_once_a_document():
+    def made(key):
+        config = tiny_model("llama", key).config
+        config.num_labels = 3
+        torch.manual_seed(0)
+        base = LlamaForSequenceClassification._from_config(config, attn_implementation=key)
+        adapter = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, task_type="SEQ_CLS")
+        model = peft.get_peft_model(base, adapter)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0, 0.3, generator=generator)
+        return model.eval()
+
+    model, rows = made("neat_varlen"), rows_of(LENGTHS)
+    with pack_sequence_classifier(model):
+
+        def answer(model):
+            collator = DataCollatorForNeatPacking(model)
+            return list(model(**collator([{"input_ids": r} for r in rows])).logits[:, None])
+
+        far = excess(
+            model, answer, lambda m: [m(input_ids=r[None]).logits for r in rows], reference=made("eager")
         )  # fmt: skip
         assert far <= 1
 

@@ -148,3 +148,13 @@ def test_what_cuts_flat_rows_is_refused_and_rows_of_packs_pass(folder):
     watch, _ = train(masked, packs(), rows, folder, callbacks=[proven], max_steps=1, **split)
     assert len(watch.losses) == 1
     assert proven.proof is not None
+
+
+def test_what_cuts_rows_is_refused_where_a_key_has_an_entry_for_each_document(folder):
+    data = documents().map(lambda row, index: {"document_weight": float(index)}, with_indices=True)
+    view = pack_dataset(data, max_length=MAX_LENGTH)
+    masked = tiny_model("llama", "sdpa")
+    collator = DataCollatorForNeatPacking(masked, rows="packs")
+    split = {"accelerator_config": {"split_batches": True}, "remove_unused_columns": False}
+    with pytest.raises(ContractError, match=r"document_weight.*each document"):
+        train(masked, view, collator, folder, callbacks=[PackingCallback()], **split)

@@ -134,11 +134,10 @@ def padded_runs(data, tokenizer, folder, **more):
 @pytest.mark.parametrize(
     ("make", "more"),
     [
-        (prompts_and_completions, {}),
         (prompts_and_completions, {"gradient_accumulation_steps": 2}),
         (conversations, {"assistant_only_loss": True}),
     ],
-    ids=["completions", "accumulated", "assistant turns"],
+    ids=["completions", "assistant turns"],
 )
 def test_sft_on_documents_collated_into_rows_is_sft_on_padded_rows(folder, tokenizer, make, more):
     data = make()
