@@ -5,19 +5,19 @@ collective that nobody joins, with an hour of patience.
 """
 
 import datetime
-import os
 import sys
 
 import torch
 import torch.distributed as dist
+from distributed_processes import join_group
 from torch.utils.data import DataLoader
 
 from hf_neat_packing import DataCollatorForNeatPacking, pack_stream
 
 
 def main():
-    dist.init_process_group("gloo", timeout=datetime.timedelta(hours=1))
-    rank = int(os.environ["RANK"])
+    join_group(sys.argv[1], timeout=datetime.timedelta(hours=1))
+    rank = dist.get_rank()
     documents = [{"input_ids": [1] * n} for n in (5, 6, 7, 4, 6, 99 if rank == 1 else 7, 3)]
     loader = DataLoader(
         pack_stream(documents, max_length=8, buffer=1),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,15 +20,8 @@ def environment(folder):
     }
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def start_ranks(script, folder, *words, size=2):
-    """Start one process a rank, each with the variables that torchrun would set."""
-    port = str(free_port())
+    """Start one process a rank, each with the variables that torchrun would set; they meet in a file."""
     processes = []
     for rank in range(size):
         variables = environment(folder) | {
@@ -37,8 +29,6 @@ def start_ranks(script, folder, *words, size=2):
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
         }
         with (folder / f"rank{rank}.log").open("w") as log:
             command = [sys.executable, str(TESTS / "hosts" / script), str(folder), *words]
@@ -46,6 +36,19 @@ def start_ranks(script, folder, *words, size=2):
                 subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
             )
     return processes
+
+
+def join_group(folder, name="group", **options):
+    """Meet the other ranks in a file: a port that is free now may be taken when it is needed."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/{name}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        **options,
+    )
 
 
 def wait(processes, *, seconds, all_must_succeed=True):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from distributed_pipeline import check_pipelines
-from distributed_processes import read_records, record
+from distributed_processes import join_group, read_records, record
 from distributed_reference import (
     BOUNDARIES,
     OneProcess,
@@ -293,13 +293,7 @@ def check_silent_rank():
     """The second rank stops answering in the middle of a step; how the first one fares."""
     rank = dist.get_rank()
     dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{FOLDER}/second-group",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=3),
-    )
+    join_group(FOLDER, "second-group", timeout=datetime.timedelta(seconds=3))
     model = DistributedDataParallel(llama())
     batch = DataCollatorForNeatPacking(model)([packs()[0]])
     if rank == 1:
@@ -315,7 +309,7 @@ def check_silent_rank():
 
 
 def main():
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    join_group(FOLDER, timeout=datetime.timedelta(seconds=120))
     for check in (
         check_data_parallel,
         check_trainer,
