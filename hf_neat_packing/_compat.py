@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -58,6 +59,7 @@ __all__ = [
     "assert_on_device",
     "attention_key",
     "autograd_inside_operator",
+    "chunks_follow_positions",
     "current_backward",
     "eager_mask",
     "environment",
@@ -185,6 +187,11 @@ def mask_pattern(mask_function: Callable[..., Any]) -> MaskPattern | None:
         elif name != "bidirectional":
             return None
     return MaskPattern(left, right, chunk, document_map)
+
+
+def chunks_follow_positions() -> bool:
+    """Whether a mask built for packed rows counts chunks from each document's start (drop with 5.6)."""
+    return hasattr(sys.modules[_MASKING_MODULE], "remap_positions_for_packed_sequence")
 
 
 def tables_by_row(mask_function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._compat import (
     MaskPattern,
+    chunks_follow_positions,
     is_tracing,
     mask_pattern,
     plain_torch_function,
@@ -27,6 +28,8 @@ from .._compat import (
 _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 # Where a mask of a compiled graph remembers the window that it was built of.
 LOCAL_SIZE = "neat_varlen_local_size"
+# The size of its chunks, where transformers has counted them from the start of the row.
+CHUNK = "neat_varlen_chunk"
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -230,5 +233,9 @@ def neat_varlen_mask(
         and not kwargs.get("use_vmap")
     ):
         # What the graph may take for granted, and then checks on the device.
-        setattr(mask, LOCAL_SIZE, kwargs.get("local_size"))
+        size = kwargs.get("local_size")
+        setattr(mask, LOCAL_SIZE, size)
+        chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
+        if chunk is not None and size == chunk and not chunks_follow_positions():
+            setattr(mask, CHUNK, chunk)
     return mask

@@ -22,7 +22,7 @@ from ..errors import BoundaryError
 from .boundaries import DOCUMENT_MAP_KWARG, Boundaries, all_varlen_kwargs, check_same_tokens
 from .inside import Reach, interval_of, reach
 from .kernels import choose_kernel
-from .mask_entry import LOCAL_SIZE, LazyMask
+from .mask_entry import CHUNK, LOCAL_SIZE, LazyMask
 from .operator import packed_attention
 from .packed import packed_call, run_in_rows
 
@@ -135,6 +135,9 @@ def _read_mask(
         if pattern is not None:
             return Reach(pattern.left, pattern.right, pattern.chunk), None
         attention_mask = attention_mask.recipe.dense()
+    chunk = getattr(attention_mask, CHUNK, None)
+    if chunk is not None:
+        return Reach(None, 0, chunk), None
     return Reach(None, None), attention_mask
 
 

@@ -14,7 +14,9 @@ from .call import VarlenCall
 def why_not(call: VarlenCall) -> str | None:
     """Say what in the call this kernel cannot compute, or None."""
     if torch_varlen_attention() is None:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen with a scale and a window"
+        return (
+            f"torch {torch.__version__} has no torch.nn.attention.varlen with a scale and a window"
+        )
     return half_precision.why_not(call, lacks=("softcap", "sinks", "mask", "dropout"))
 
 
