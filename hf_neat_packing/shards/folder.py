@@ -46,7 +46,7 @@ class PackFolder:
             NeatPackingError: If the workers of too many attempts have died.
         """
         (self.work / f".{part:05d}-{uuid.uuid4().hex}{_ATTEMPT}").touch()
-        died = len(list(self.work.glob(f".{part:05d}-*{_ATTEMPT}"))) - 1
+        died = len(self._attempts(part)) - 1
         if died > max_retries:
             raise NeatPackingError(
                 f"{died} workers have died over this part, more than max_retries={max_retries} allows: killed by "
@@ -63,6 +63,8 @@ class PackFolder:
         size = written.stat().st_size
         os.replace(written, self.work / self.file_name(part))
         _write_json(self._report(part), {"bytes": size, **report})
+        for attempt in self._attempts(part):
+            attempt.unlink(missing_ok=True)
 
     def finished(self, part: int) -> dict[str, Any] | None:
         """Return the report of a part that is finished, else None."""
@@ -118,6 +120,9 @@ class PackFolder:
 
     def _report(self, part: int) -> Path:
         return self.work / _REPORTS / f"{part:05d}.json"
+
+    def _attempts(self, part: int) -> list[Path]:
+        return list(self.work.glob(f".{part:05d}-*{_ATTEMPT}"))
 
     def _remove_strays(self) -> None:
         """Remove what killed workers have left, and forget how many there were."""

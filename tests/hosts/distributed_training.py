@@ -29,7 +29,7 @@ from distributed_reference import (
 from distributed_streams import check_plans, check_streams
 from sdpa_toys import Decoder, alone, make_batch
 from tiny_models import tiny_model
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -105,10 +105,10 @@ def compare(name, one, build, *, ranks, control=True):
     record(FOLDER, dist.get_rank(), name, **found)
 
 
-def sharded(model, layers):
+def sharded(model, layers, **options):
     for layer in layers(model):
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
     return model
 
 
@@ -116,8 +116,8 @@ def llama():
     return tiny_model("llama")
 
 
-def sharded_llama(model=None):
-    return sharded(model or llama(), lambda model: model.model.layers)
+def sharded_llama(model=None, **options):
+    return sharded(model or llama(), lambda model: model.model.layers, **options)
 
 
 def recomputing(*, reentrant):
@@ -144,6 +144,9 @@ def check_data_parallel():
         "fsdp2": sharded_llama,
         "fsdp2, dry run before": lambda: after_dry_run(sharded_llama()),
         "fsdp2, use_reentrant=False": lambda: sharded_llama(recomputing(reentrant=False)),
+        "fsdp2, offloaded": lambda: sharded_llama(
+            offload_policy=CPUOffloadPolicy(pin_memory=False)
+        ),
     }
     for name, build in ways.items():
         compare(name, one, build, ranks=2, control=name in ("ddp", "fsdp2"))

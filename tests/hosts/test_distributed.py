@@ -18,6 +18,7 @@ DATA_PARALLEL = [
     "fsdp2",
     "fsdp2, dry run before",
     "fsdp2, use_reentrant=False",
+    "fsdp2, offloaded",
 ]
 RECURRENT = [
     f"{model}, isolate {when} {wrapper}"
