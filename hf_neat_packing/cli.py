@@ -41,6 +41,7 @@ Tokenizer = Annotated[
 How = Annotated[Strategy, typer.Option(help="How documents are distributed.")]
 Side = Annotated[TruncateSide, typer.Option(help="Side that 'truncate' cuts.")]
 MinLength = Annotated[int, typer.Option(help="Drop documents with fewer tokens.", min=0)]
+Seed = Annotated[int, typer.Option(help="Of the order.", min=0)]
 
 
 @contextmanager
@@ -139,7 +140,7 @@ def plan(
     on_overlong: Overlong = "error",
     truncate_side: Side = "right",
     min_length: MinLength = 0,
-    seed: Annotated[int, typer.Option(help="Of the order.", min=0)] = 0,
+    seed: Seed = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     picture: Annotated[
         Path | None, typer.Option(help="Draw packs and the mask of one: a .png, .svg or .pdf file.")
@@ -194,7 +195,7 @@ def pack(
     on_overlong: Overlong = "error",
     truncate_side: Side = "right",
     min_length: MinLength = 0,
-    seed: Annotated[int, typer.Option(help="Of the order.", min=0)] = 0,
+    seed: Seed = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace packs that are there.")] = False,
 ) -> None:
     """Write packs into a folder for `datasets.load_from_disk`; run again to go on where it stopped."""

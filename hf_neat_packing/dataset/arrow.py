@@ -78,6 +78,12 @@ class ListColumn:
         # Booleans are bits in Arrow: they stay there and are widened when a document is read.
         return (values if self._boolean else values.to_numpy()), offsets
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of a token in numpy."""
+        kind: np.dtype[Any] = np.dtype(self.value_type.to_pandas_dtype())
+        return kind
+
     def lengths(self) -> NDArray[np.int64]:
         """Return the length in tokens of each row's document, `[R]`."""
         lengths = np.empty(self.num_rows, dtype=np.int64)
@@ -118,6 +124,44 @@ class ListColumn:
                 values[c].slice(b + s, n).to_numpy(zero_copy_only=False) for c, b, s, n in pieces
             ]
         return [values[c][(first := b + s) : first + n] for c, b, s, n in pieces]
+
+    def gather(
+        self,
+        rows: NDArray[np.integer[Any]],
+        starts: NDArray[np.int64] | None,
+        lengths: NDArray[np.integer[Any]],
+        out: NDArray[Any] | None = None,
+    ) -> NDArray[Any]:
+        """Lay pieces of documents end to end.
+
+        Args:
+            rows: The table row of each piece, `[P]`.
+            starts: The first token of each piece inside its document, `[P]`; None: all at 0.
+            lengths: The number of tokens of each piece, `[P]`.
+            out: Where to write them, of the stored dtype and large enough; None for a new array.
+
+        Returns:
+            The tokens, 1-D, in the stored dtype.
+        """
+        num_tokens = int(lengths.sum(dtype=np.int64))
+        into = None if out is None else out[:num_tokens]
+        if not len(rows):
+            return np.zeros(0, dtype=self.dtype)
+        if self._boolean:
+            sizes = lengths.tolist()
+            first = [0] * len(sizes) if starts is None else starts.tolist()
+            return np.concatenate(self.read(rows, self.locate(rows), first, sizes), out=into)
+        begins = self._begins[rows].astype(np.int64)
+        if starts is not None:
+            begins += starts
+        ends = begins + lengths
+        if len(self._values) == 1:
+            (values,) = self._values
+            pieces = [values[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
+        else:
+            parts = zip(self.locate(rows), begins.tolist(), ends.tolist(), strict=True)
+            pieces = [self._values[c][a:b] for c, a, b in parts]
+        return np.concatenate(pieces, out=into)
 
 
 def check_list_type(name: str, kind: pa.DataType) -> None:

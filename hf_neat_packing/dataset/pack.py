@@ -68,7 +68,13 @@ def pack_dataset(
     """
     library = _import_datasets()
     arguments = PlanArguments(
-        max_length, strategy, on_overlong, truncate_side, min_length, on_empty, seed
+        max_length=max_length,
+        strategy=strategy,
+        on_overlong=on_overlong,
+        truncate_side=truncate_side,
+        min_length=min_length,
+        on_empty=on_empty,
+        seed=seed,
     )
     if isinstance(dataset, (library.IterableDataset, library.IterableDatasetDict)):
         return _pack_streams(dataset, arguments, columns, materialize, buffer)

@@ -45,8 +45,8 @@ def plan_packing(
             not copied.
         max_length: Capacity of a pack in tokens.
         strategy: How the documents are distributed:
-            "best_fit" takes them in order and chooses only the end of each pack, from a bounded
-            look-ahead: packs have the mixture of lengths that chance gives;
+            "best_fit" takes them in order and chooses only the end of each pack, from documents
+            held back: packs have the mixture of lengths that chance gives;
             "bfd" (best-fit decreasing) needs the fewest packs and is the fastest to plan, but puts
             documents of like length together;
             "sequential" keeps the order of arrival and closes a pack when the next document does
@@ -60,7 +60,8 @@ def plan_packing(
         on_empty: Documents of no tokens are dropped and counted ("drop"), or are an "error".
         seed: Shuffles the documents before "best_fit", and the packs of "best_fit" and "bfd", so
             that the plan has no order of its own. None keeps the order of arrival ("best_fit") or
-            of decreasing length ("bfd"). "sequential" is never shuffled.
+            of decreasing length ("bfd"), and lets "best_fit" look ahead no further than a thousand
+            documents. "sequential" is never shuffled.
 
     Returns:
         The plan: every document once, but for what the policies left out. The same arguments give

@@ -49,7 +49,8 @@ class PackingReport:
         sum_squares_dense: The same for packs computed as one dense row each.
         padded_batch: Documents in the padded batches compared with, in order of arrival.
         ranks: Ranks of the two figures below.
-        imbalance: Share of time lost to the slowest rank of a step, packs dealt as planned.
+        imbalance: Share of their time for which ranks wait for the slowest of a step, packs dealt
+            as planned.
         imbalance_balanced: The same after `balanced_order` inside global batches.
         histogram_edges: Lengths where the histogram's bins begin, then where the last ends.
         histogram_counts: Pieces in each bin.
@@ -147,7 +148,7 @@ class PackingReport:
             ("  lower bound", f"{self.lower_bound:,} ({self.packs_above_bound:+,} packs)"),
             ("attention", f"{of_padded} of padded batches of {self.padded_batch}"),
             ("", f"{of_dense} of dense rows"),
-            ("slowest rank", f"{self.imbalance:.1%} of the time at {self.ranks} ranks"),
+            ("waiting", f"{self.imbalance:.1%} of the time of {self.ranks} ranks, for the slowest"),
             ("", f"{self.imbalance_balanced:.1%} in balanced order"),
         ]
         return "\n".join(f"{name:<14}{value}" for name, value in rows)
