@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from .capabilities import model_capabilities
 from .collator import DataCollatorForNeatPacking
+from .columns import LABEL_MASKS
 from .contract import METADATA_KEYS, VARLEN_KEYS, PackingCapabilities
 from .dry_run import (
     IsolationProof,
@@ -21,7 +22,6 @@ from .dry_run import (
 )
 from .errors import ContractError
 from .hooks.metadata import entry_hook, rebuild_varlen_kwargs_at_model_entry
-from .loss_labels import LABEL_MASKS
 from .packed_batch import split_packs
 from .remembered import prove_isolation_once
 from .wrappers import unwrap

@@ -94,6 +94,9 @@ DEFAULT_COLUMN_RULES: Mapping[str, ColumnRule] = {
 }
 """The rule of every column name that means the same thing across Transformers and TRL."""
 
+LABEL_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+"""Columns that say which tokens are trained on; they act on labels and are no input of a model."""
+
 # These say that rows are packs already; packing them again would lose their boundaries.
 _PACKED_ALREADY = frozenset(
     {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._compat import trainer_counts_shift_labels
+from .columns import LABEL_MASKS
 from .errors import ColumnError, ContractError, UnsupportedTransformersError
 
 UNSHIFTED_LOSSES: Final = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
@@ -17,9 +18,6 @@ UNSHIFTED_LOSSES: Final = ("ForMaskedLM", "ForTokenClassification", "ForSequence
 
 MaskTokens = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """Masks tokens: from `input_ids` and `special_tokens_mask` to masked `input_ids` and `labels`, all `[B, S]`."""
-
-LABEL_MASKS: Final = ("loss_mask", "completion_mask", "assistant_masks")
-"""Columns that say which tokens are trained on; they act on labels and are no input of a model."""
 
 IGNORE_INDEX = -100
 """The label that a loss leaves out."""

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .columns import ColumnRule, measure_documents
+from .columns import LABEL_MASKS, ColumnRule, measure_documents
 from .errors import ColumnError
-from .loss_labels import IGNORE_INDEX, LABEL_MASKS
+from .loss_labels import IGNORE_INDEX
 from .multimodal.layout import MediaLayout
 from .multimodal.media import TOKEN_TYPES, fill_absent, join_media
 from .slots import Slots

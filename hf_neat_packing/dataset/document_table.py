@@ -7,8 +7,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hf_neat_packing.columns import ColumnRule, check_document_lengths, resolve_column_rules
+from hf_neat_packing.columns import (
+    DEFAULT_COLUMN_RULES,
+    ColumnRule,
+    check_document_lengths,
+    resolve_column_rules,
+)
 from hf_neat_packing.dataset.arrow import ListColumn
+from hf_neat_packing.dataset.label_masks import masks_among
+from hf_neat_packing.dataset.masked_labels import MaskedLabels
 from hf_neat_packing.errors import ColumnError
 
 if TYPE_CHECKING:
@@ -22,12 +29,15 @@ class DocumentTable:
     `datasets` (so that images are decoded when a document is read, and not before). A pickle
     holds the data set, which of a memory-mapped one means its paths, and the rules.
 
+    Masks of trained tokens (`completion_mask`, `assistant_masks`, `loss_mask`) become labels, unless they are
+    declared: trainers remove columns that a model does not take, and masks with them.
+
     Args:
         dataset: One document per row; shuffled, selected and sliced sets are read in their order.
         columns: Rules by column name, for names that the defaults do not know.
 
     Attributes:
-        rules: The `ColumnRule` of each column.
+        rules: The `ColumnRule` of each column that is read.
 
     Raises:
         ColumnError: If a column has no rule, no column holds tokens, a token column is nested or
@@ -39,19 +49,31 @@ class DocumentTable:
     ) -> None:
         self.dataset = dataset
         self.rules = _rules(dataset, columns)
+        self._masks = masks_among(self.rules, columns)
+        if self._masks:
+            kept = {name: rule for name, rule in self.rules.items() if name not in self._masks}
+            self.rules = {**kept, "labels": DEFAULT_COLUMN_RULES["labels"]}
         self._open()
 
     def _open(self) -> None:
         """Open the columns; repeated after unpickling, since views of buffers do not travel."""
         table = self.dataset.data.table
         self._rows = row_indices(self.dataset)
-        self._tokens: dict[str, ListColumn] = {}
+        self._tokens: dict[str, ListColumn | MaskedLabels] = {}
         self._others: dict[str, Callable[[Sequence[int]], list[Any]]] = {}
+        names = self.dataset.column_names
         for name, rule in self.rules.items():
             if rule.kind == "token":
-                self._tokens[name] = ListColumn(name, table.column(name))
+                if name in names:
+                    self._tokens[name] = ListColumn(name, table.column(name))
             elif rule.kind != "ignore":
                 self._others[name] = _Decoded(self.dataset, name)
+        self._labels: MaskedLabels | None = None
+        if self._masks:
+            stored = "labels" if "labels" in names else "input_ids"
+            masks = {name: ListColumn(name, table.column(name)) for name in self._masks}
+            self._labels = MaskedLabels(ListColumn(stored, table.column(stored)), masks)
+            self._tokens["labels"] = self._labels
         # Columns are mostly cut into the same chunks, and then share the search for a row.
         numbers: dict[tuple[int, ...], int] = {}
         self._layouts = {
@@ -66,6 +88,8 @@ class DocumentTable:
             ColumnError: If two token columns disagree on a document.
         """
         lengths = {name: column.lengths() for name, column in self._tokens.items()}
+        if self._labels is not None:
+            lengths |= self._labels.lengths_of_masks()
         if self._rows is not None:
             lengths = {name: values[self._rows] for name, values in lengths.items()}
         check_document_lengths(lengths)
@@ -123,6 +147,14 @@ class DocumentTable:
         selected = self.dataset.select_columns([name]).with_format("arrow")
         return selected[documents.tolist()].column(name).combine_chunks()
 
+    @property
+    def features(self) -> "datasets.Features":
+        """The `datasets.Features` of the documents, with the labels that masks become."""
+        features = self.dataset.features.copy()
+        if self._labels is not None:
+            features["labels"] = self._labels.feature()
+        return features
+
     def has_media(self, document: int) -> str | None:
         """Return the name of a media column in which this document has something, if any."""
         for name, rule in self.rules.items():
@@ -133,7 +165,7 @@ class DocumentTable:
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"dataset": self.dataset, "rules": self.rules}
+        return {"dataset": self.dataset, "rules": self.rules, "_masks": self._masks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -186,7 +186,7 @@ class PackedDataset(TorchDataset[Pack]):
         """The `datasets.Features` of the nested columns, as `materialize` writes them."""
         from hf_neat_packing.dataset.materialize import nested_features
 
-        return nested_features(self.dataset.features, self.rules)
+        return nested_features(self.documents.features, self.rules)
 
     def with_epoch(self, epoch: int) -> "PackedDataset":
         """Return a view of the same documents planned with `seed + epoch`."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hf_neat_packing.columns import ColumnRule, describe_documents
+from hf_neat_packing.dataset.label_masks import masks_among, with_labels
 from hf_neat_packing.errors import ColumnError, PlanningError
 from hf_neat_packing.planning import Accounting, OnEmpty, OnOverlong, TruncateSide, plan_packing
 
@@ -57,6 +58,7 @@ class DocumentCutter:
         self._shortest = max(1, min_length)
         self._declared = columns
         self._rules: dict[str, ColumnRule] = {}
+        self._masks: list[str] = []
         self.columns: tuple[str, ...] = ()
         self.reset()
 
@@ -104,6 +106,8 @@ class DocumentCutter:
         """
         if not self._rules:
             self._describe(documents[0], index)
+        if self._masks:
+            documents = [self._labelled(document) for document in documents]
         rows, lengths = self._read(documents) or self._read_each(documents, index)
         if self._kept is not None:
             rows = list(map(self._kept, rows))
@@ -119,6 +123,11 @@ class DocumentCutter:
             else:
                 pieces += self._by_policy(row, length, place)
         return [row for row, _ in pieces], [length for _, length in pieces]
+
+    def _labelled(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Put labels in the place of masks; a document without them is left for the check to name."""
+        whole = isinstance(document, Mapping) and {"input_ids", *self._masks} <= document.keys()
+        return with_labels(document, self._masks) if whole else document
 
     def _read(self, documents: Sequence[Mapping[str, Any]]) -> tuple[list[Row], list[int]] | None:
         """Read documents column by column; None where some document is not as it should be."""
@@ -145,6 +154,9 @@ class DocumentCutter:
         """Resolve the rules of the columns by the first document."""
         _check_is_mapping(document, index)
         rules = describe_documents([document], self._declared)
+        self._masks = masks_among(rules, self._declared)
+        if self._masks:
+            rules = describe_documents([with_labels(document, self._masks)], self._declared)
         tokens = [name for name, rule in rules.items() if rule.kind == "token"]
         if not tokens:
             raise ColumnError(

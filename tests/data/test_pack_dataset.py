@@ -25,7 +25,7 @@ def make_documents(lengths, seed=0):
         {
             "input_ids": list(range(int(a), int(a) + int(n))),
             "labels": rng.integers(0, 1000, int(n)).tolist(),
-            "completion_mask": rng.integers(0, 2, int(n)).tolist(),
+            "token_type_ids": rng.integers(0, 2, int(n)).tolist(),
         }
         for a, n in zip(first, lengths, strict=False)
     ]
@@ -53,7 +53,7 @@ def test_every_document_is_in_the_packs_once_with_all_its_columns(strategy):
     assert documents_of(packs) == documents
     assert all(sum(map(len, pack["input_ids"])) <= 64 for pack in packs)
     assert view.report.to_dict()
-    assert view.column_names == ["input_ids", "labels", "completion_mask"]
+    assert view.column_names == ["input_ids", "labels", "token_type_ids"]
 
 
 @settings(deadline=None, derandomize=True, max_examples=25)
@@ -103,9 +103,9 @@ def test_a_column_added_later_has_its_own_chunks():
         [Dataset.from_list(documents[:13]), Dataset.from_list(documents[13:])]
     )
     extra = [[i] * len(d["input_ids"]) for i, d in enumerate(documents)]
-    dataset = dataset.add_column("token_type_ids", extra)
+    dataset = dataset.add_column("mm_token_type_ids", extra)
     read = documents_of(pack_dataset(dataset, max_length=32))
-    assert [d.pop("token_type_ids") for d in read] == extra
+    assert [d.pop("mm_token_type_ids") for d in read] == extra
     assert read == documents
 
 
@@ -195,7 +195,7 @@ def test_tokens_are_read_without_copying():
 def test_booleans_are_read_as_booleans():
     masks = [[True, False, True], [False], [True, True]]
     dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4], [5, 6]], "loss_mask": masks})
-    view = pack_dataset(dataset, max_length=4)
+    view = pack_dataset(dataset, max_length=4, columns={"loss_mask": "token"})
     assert [d["loss_mask"] for d in documents_of(view)] == masks
     assert documents_of(view.materialize()) == documents_of(view)
 
@@ -402,3 +402,51 @@ assert imported() == ["datasets", "pyarrow"], "the check above cannot fail"
 
 def test_datasets_is_imported_late_and_its_absence_says_what_to_install():
     subprocess.run([sys.executable, "-c", LATE], check=True)
+
+
+def masked_documents(kind="int64", labels=False):
+    kinds = {"input_ids": kind, "completion_mask": "int8"}
+    rows = {
+        "input_ids": [[1, 2, 3, 4], [5, 6], [7, 8, 9]], "completion_mask": [[0, 0, 1, 1], [1, 1], [0, 1, 0]]
+    }  # fmt: skip
+    if labels:
+        kinds["labels"] = "int64"
+        rows["labels"] = [[-100, 2, 3, -100], [5, -100], [7, 8, 9]]
+    features = {name: datasets.Sequence(datasets.Value(kind)) for name, kind in kinds.items()}
+    return Dataset.from_dict(rows, features=datasets.Features(features))
+
+
+@pytest.mark.parametrize("kind", ["int64", "uint16"])
+@pytest.mark.parametrize("written", [False, True])
+def test_masks_of_trained_tokens_become_labels(kind, written):
+    view = pack_dataset(masked_documents(kind), max_length=6, materialize=written)
+    assert view.column_names == ["input_ids", "labels"]
+    assert documents_of(view) == [
+        {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]},
+        {"input_ids": [5, 6], "labels": [5, 6]},
+        {"input_ids": [7, 8, 9], "labels": [-100, 8, -100]},
+    ]
+
+
+def test_masks_cut_labels_that_are_there_and_go_with_the_pieces_of_a_document():
+    view = pack_dataset(masked_documents(labels=True), max_length=3, on_overlong="split")
+    assert documents_of(view) == [
+        {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]},
+        {"input_ids": [4], "labels": [-100]},
+        {"input_ids": [5, 6], "labels": [5, -100]},
+        {"input_ids": [7, 8, 9], "labels": [-100, 8, -100]},
+    ]
+    again = pickle.loads(pickle.dumps(view)).with_epoch(1)
+    assert documents_of(again) == documents_of(view)
+    shuffled = pack_dataset(masked_documents(labels=True).shuffle(seed=1), max_length=4)
+    assert documents_of(shuffled.materialize()) == documents_of(shuffled)
+
+
+def test_masks_of_another_length_and_declared_ones():
+    broken = Dataset.from_dict({"input_ids": [[1, 2, 3]], "loss_mask": [[1, 1]]})
+    with pytest.raises(ColumnError, match="loss_mask"):
+        pack_dataset(broken, max_length=4)
+    declared = pack_dataset(masked_documents(), max_length=4, columns={"completion_mask": "token"})
+    assert declared.column_names == ["input_ids", "completion_mask"]
+    ignored = pack_dataset(masked_documents(), max_length=4, columns={"completion_mask": "ignore"})
+    assert ignored.column_names == ["input_ids"]

@@ -363,3 +363,21 @@ def test_a_process_killed_twice_in_the_middle_loses_and_doubles_nothing(tmp_path
     whole = pack_stream(Source(lengths_like_chat(200)), max_length=64, buffer=16)
     done = pickle.loads((tmp_path / "done").read_bytes())
     assert done == [pack["input_ids"] for pack in whole]
+
+
+def test_masks_of_trained_tokens_become_labels():
+    documents = [
+        {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]},
+        {"input_ids": [4, 5], "completion_mask": [1, 0]},
+    ]
+    (pack,) = pack_stream(documents, max_length=8)
+    assert sorted(zip(pack["input_ids"], pack["labels"], strict=True)) == [
+        ([1, 2, 3], [-100, 2, 3]),
+        ([4, 5], [4, -100]),
+    ]
+    assert set(pack) == {"input_ids", "labels"}
+    documents[1]["completion_mask"] = [1]
+    with pytest.raises(ColumnError, match="completion_mask"):
+        list(pack_stream(documents, max_length=8))
+    (declared,) = pack_stream(documents[:1], max_length=8, columns={"completion_mask": "token"})
+    assert declared["completion_mask"] == [[0, 1, 1]]

@@ -213,20 +213,23 @@ def test_what_trl_refuses(folder, tokenizer):
         tune(model, missing, tokenizer, folder, collator=collator, assistant_only_loss=True)
 
 
-def test_masks_that_a_trainer_would_remove_are_refused_or_become_labels(folder):
+def test_masks_become_labels_before_a_trainer_removes_them_or_are_refused(folder):
     masked = datasets.Dataset.from_list(
         [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}] * 8
     )
     model = tiny_model("llama")
     collator = DataCollatorForNeatPacking(model)
-    view = pack_dataset(masked, max_length=8)
+    proven = {"callbacks": [PackingCallback()], "max_steps": 1}
+    views = (masked, masked.map(labels_from_masks, remove_columns="completion_mask"))
+    for view in [pack_dataset(data, max_length=8) for data in views]:
+        for data in (view, view.materialize()):
+            _, counts = train(model, data, collator, folder, **proven)
+            assert counts == [8], "two targets for each of four documents"
+    declared = pack_dataset(masked, max_length=8, columns={"completion_mask": "token"})
     with pytest.raises(ContractError, match=r"completion_mask.*labels_from_masks"):
-        train(model, view, collator, folder, callbacks=[PackingCallback()])
-    kept = {"remove_unused_columns": False, "max_steps": 1}
-    _, counts = train(model, view, collator, folder, callbacks=[PackingCallback()], **kept)
-    view = pack_dataset(masked.map(labels_from_masks), max_length=8)
-    _, labelled = train(model, view, collator, folder, callbacks=[PackingCallback()], max_steps=1)
-    assert counts == labelled == [8], "two targets for each of four documents"
+        train(model, declared, collator, folder, **proven)
+    kept = proven | {"remove_unused_columns": False}
+    assert train(model, declared, collator, folder, **kept)[1] == [8]
 
 
 def preferred(model, tokenizer, folder):
