@@ -31,7 +31,6 @@ from trl import SFTConfig, SFTTrainer
 from hf_neat_packing import (  # registers neat_varlen
     DataCollatorForNeatPacking,
     PackingCallback,
-    labels_from_masks,
     pack_dataset,
 )
 
@@ -100,12 +99,11 @@ def load_model(name, chats):
 
 
 def to_tokens(example, tokenizer):
-    """Tokenize a chat; only what the assistant says is learned."""
+    """Tokenize a chat and say which tokens are the assistant's; only these are learned."""
     chat = tokenizer.apply_chat_template(
         example["messages"], return_dict=True, return_assistant_tokens_mask=True
     )
-    masked = {"input_ids": chat["input_ids"], "assistant_masks": chat["assistant_masks"]}
-    return {"input_ids": masked["input_ids"], **labels_from_masks(masked)}
+    return {"input_ids": chat["input_ids"], "assistant_masks": chat["assistant_masks"]}
 
 
 def main():
@@ -124,6 +122,7 @@ def main():
     tokens = chats.map(
         to_tokens, fn_kwargs={"tokenizer": tokenizer}, remove_columns=chats.column_names
     )
+    # Masks become labels here: trainers remove columns that a model does not take.
     packs = pack_dataset(
         tokens, max_length=arguments.max_length, on_overlong="truncate", materialize=True
     )
