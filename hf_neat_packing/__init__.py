@@ -34,6 +34,7 @@ from .contract import (
 from .dataset import nest_flat_packs, pack_dataset
 from .dataset.streams import pack_stream
 from .documents import get_seqlens_in_batch, get_unpad_data
+from .hooks.expert_load import count_expert_load
 from .hooks.sdpa import (
     attach_cp1_packed_varlen_hooks,
     configure_cp_varlen,
@@ -103,6 +104,7 @@ __all__ = [
     "configure_cp_varlen",
     "configure_packing",
     "configure_packing_for_models",
+    "count_expert_load",
     "cp1_packed_varlen_backend",
     "detach_cp1_packed_varlen_hooks",
     "disable_cp1_packed_varlen",
