@@ -226,12 +226,7 @@ def neat_varlen_mask(
             return LazyMask(recipe, (batch_size, 1, q_length, kv_length), device)
         arguments["mask_function"] = mask_function
     mask: Tensor | None = sdpa_mask(attention_mask=attention_mask, **arguments)
-    if (
-        mask is not None
-        and mask.device.type == "cuda"
-        and is_tracing()
-        and not kwargs.get("use_vmap")
-    ):
+    if mask is not None and is_tracing() and not kwargs.get("use_vmap"):
         # What the graph may take for granted, and then checks on the device.
         size = kwargs.get("local_size")
         setattr(mask, LOCAL_SIZE, size)
