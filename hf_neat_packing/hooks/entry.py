@@ -93,7 +93,8 @@ class ModelEntry(Scope):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         above = top()
-        if above is not None and above.scope is self:
+        # A part may be handed packed rows by a hook of others though the model itself was not.
+        if above is not None and above.scope is self and above.layout is not None:
             return None
         layout = read_layout(kwargs, _shape(args, kwargs))
         if layout is None:

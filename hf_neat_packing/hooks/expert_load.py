@@ -32,6 +32,7 @@ class ExpertLoad:
     def __init__(self, model: nn.Module, experts: dict[str, nn.Module]) -> None:
         self._had_hooks = routing_hooks(model) is not None
         self._routing: RoutingHooks = leave_padding_out_of_routing(model) or RoutingHooks(model)
+        self._routing.counters += 1
         self._experts = experts
         self.counts: dict[str, Tensor] = {}
         self.reset()
@@ -49,9 +50,12 @@ class ExpertLoad:
 
     def remove(self) -> None:
         """Take the hooks off; a second call does nothing."""
+        if not self._handles:
+            return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._routing.counters -= 1
         if not self._had_hooks:
             self._routing.remove()
 

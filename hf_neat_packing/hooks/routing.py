@@ -46,12 +46,15 @@ class RoutingHooks:
         model: the unwrapped model, whose loss is meant.
         part: the module inside that returns router logits; the model itself where it has no such part.
         scope: whose forwards say how tokens were regrouped, or None.
+        counters: how many others ask which tokens are real; without them, and without a balance loss, a forward
+            passes untouched, so that it compiles as it is.
     """
 
     def __init__(self, model: nn.Module, scope: Scope | None = None) -> None:
         self.model, self.scope = unwrap(model), scope
         part = getattr(self.model, "base_model", self.model)
         self.part: nn.Module = part if isinstance(part, nn.Module) else self.model
+        self.counters = 0
         self._handles: list[RemovableHandle] = []
         self.model.__dict__[_REGISTRY] = self
         self.attach()
@@ -97,10 +100,12 @@ class RoutingHooks:
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
+        asked = asks_for_router_logits(module, kwargs)
+        if not asked and not self.counters:
+            return None
         document_map, mask = kwargs.get(DOCUMENT_MAP_KEY), kwargs.get("attention_mask")
         packed = document_map is not None or self._regrouped() is not None
-        inside = self.part is not self.model and asks_for_router_logits(module, kwargs)
-        kept = mask if packed and inside else None
+        kept = mask if packed and asked and self.part is not self.model else None
         _ENTERED.set((*_ENTERED.get(), _Entered(self, document_map, kept)))
         if kept is None:
             return None
@@ -110,6 +115,8 @@ class RoutingHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         entered = self._entered()
+        if entered is None and not (self.counters or asks_for_router_logits(self.model, kwargs)):
+            return None
         if entered is None:
             # Somebody ran the model by `.forward`, past its hooks, as older adapters do.
             document_map = kwargs.get(DOCUMENT_MAP_KEY)

@@ -140,6 +140,19 @@ def test_a_forward_past_the_hooks_of_the_model_leaves_padding_out_too():
         torch.testing.assert_close(output.aux_loss, bare.aux_loss)
 
 
+def test_a_forward_that_asks_for_no_balance_loss_passes_untouched():
+    model = routed("mixtral")
+    hooks = leave_padding_out_of_routing(model)
+    running = []
+    model.model.register_forward_hook(lambda *a: running.append(hooks.is_running()))
+    batch = DataCollatorForNeatPacking(model, **PADDED)(random_documents(model))
+    with torch.no_grad():
+        model(**batch)
+        model(**batch, output_router_logits=True)
+    assert running == [False, True]
+    assert not hooks.is_running()
+
+
 def test_a_copy_has_hooks_of_its_own():
     model = routed("mixtral")
     hooks = leave_padding_out_of_routing(model)
