@@ -207,8 +207,9 @@ def test_isolated_models_run_padding_free_too():
     with pytest.raises(UnsupportedModelError, match="isolate"):
         padding_free(model)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    with isolate(model.base_model), padding_free(model):
-        assert excess(model, real_tokens(padded(rows, "left")), alone(rows)) <= 1
+    for part in (model.base_model, model):
+        with isolate(part), padding_free(model):
+            assert excess(model, real_tokens(padded(rows, "left")), alone(rows)) <= 1
 
 
 def test_what_cannot_be_packed_is_refused_by_name():
