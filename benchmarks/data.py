@@ -1,8 +1,10 @@
 """Time data sets of packs against TRL's, in one process on the same documents.
 
 Run from the repository root: `python benchmarks/data.py [--documents 100000] [--max-length 4096]`.
-Every figure is a median of repeated runs of this machine, printed with the ratio to TRL's; peak
-memory is measured in a child process of its own. Tokens of both are checked to be the same.
+Every figure is a median of repeated runs on this machine, printed with the ratio to TRL's. Times
+are CPU seconds of the process, so that other work on the machine disturbs them little. Peak memory
+is resident memory, pages of mapped files included, of a child process that has packed a small set
+before. Tokens of both are checked to be the same.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +50,35 @@ def make_dataset(lengths: np.ndarray) -> datasets.Dataset:
 
 
 def median_ms(work: Callable[[], Any], repeats: int) -> float:
-    """Return the median time of `work`, in milliseconds."""
+    """Return the median time of `work`, in milliseconds; what it returns is gone before the next."""
     times = []
     for _ in range(repeats):
         gc.collect()
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
+        start = time.process_time()
+        result = work()
+        times.append(time.process_time() - start)
+        remove_files(result)
+        del result
     return 1000 * statistics.median(times)
 
 
-def peak_mb(work: Callable[[], Any]) -> float:
-    """Return how far `work` raises the peak resident memory of a fresh child process, in MB."""
+def remove_files(result: Any) -> None:
+    """Delete the cache file of a data set that was made for a measurement."""
+    for file in getattr(result, "cache_files", []):
+        Path(file["filename"]).unlink(missing_ok=True)
+
+
+def peak_mb(work: Callable[[datasets.Dataset], Any], data: datasets.Dataset) -> float:
+    """Return how far `work` on `data` raises the peak resident memory of a child process, in MB."""
+    small = make_dataset(make_lengths("chat", 100, 64))
 
     def child(pipe: Any) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the parent's peak
+        remove_files(work(small))  # what code and libraries need is there after this
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak until now
         before = resident_peak()
-        result = work()
+        result = work(data)
         pipe.send(resident_peak() - before)
-        del result
+        remove_files(result)
 
     receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=child, args=(send,))
@@ -130,37 +142,31 @@ def compare(kind: str, arguments: argparse.Namespace) -> None:
 
 def compare_place(place: str, data: datasets.Dataset, limit: int, repeats: int) -> None:
     """Compare for documents in memory or on disk."""
-    keywords = {"load_from_cache_file": False}
-    theirs = trl.pack_dataset(data, limit, map_kwargs=keywords)
 
-    def pack_theirs() -> Any:
-        return trl.pack_dataset(data, limit, map_kwargs=keywords)
+    def pack_theirs(documents: datasets.Dataset) -> Any:
+        return trl.pack_dataset(documents, limit, map_kwargs={"load_from_cache_file": False})
 
-    their_ms = median_ms(pack_theirs, repeats)
-    their_mb = peak_mb(pack_theirs)
-    views = {}
-    for strategy in ("bfd", "best_fit"):
+    theirs = pack_theirs(data)
+    their_ms = median_ms(lambda: pack_theirs(data), repeats)
+    their_mb = peak_mb(pack_theirs, data)
+    for strategy in ("best_fit", "bfd"):
 
-        def pack_ours(strategy: str = strategy) -> Any:
-            return pack_dataset(data, max_length=limit, strategy=strategy)
+        def pack_ours(documents: datasets.Dataset, strategy: str = strategy) -> Any:
+            return pack_dataset(documents, max_length=limit, strategy=strategy)
 
-        views[strategy] = pack_ours()
-        note = f"{len(views[strategy]):,} packs against {len(theirs):,}"
+        view = pack_ours(data)
+        note = f"{len(view):,} packs against {len(theirs):,}"
         name = f"{place}: plan and view, {strategy}"
-        show(name, median_ms(pack_ours, repeats), their_ms, "ms", note)
-        show(f"{place}: peak memory of that", peak_mb(pack_ours), their_mb, "MB")
-    view = views["bfd"]
-    for keep in (True, False):
+        show(name, median_ms(lambda pack=pack_ours: pack(data), 3 * repeats), their_ms, "ms", note)
+        show(f"{place}: peak memory of that", peak_mb(pack_ours, data), their_mb, "MB")
+    for keep in (False, True):
 
-        def write(keep: bool = keep) -> datasets.Dataset:
-            return view.materialize(keep_in_memory=keep)
+        def write(documents: datasets.Dataset, keep: bool = keep) -> datasets.Dataset:
+            return pack_dataset(documents, max_length=limit).materialize(keep_in_memory=keep)
 
-        target = "memory" if keep else "a file"
-        note = f"after a plan of {median_ms(lambda: view.with_epoch(0), 1):.0f} ms"
-        show(
-            f"{place}: materialized into {target}", median_ms(write, repeats), their_ms, "ms", note
-        )
-        show(f"{place}: peak memory of that", peak_mb(write), their_mb, "MB")
+        name = f"{place}: materialized into {'memory' if keep else 'a file'}"
+        show(name, median_ms(lambda write=write: write(data), repeats), their_ms, "ms")
+        show(f"{place}: peak memory of that", peak_mb(write, data), their_mb, "MB")
     assert checksum(view.materialize()) == checksum(theirs) == checksum(data)
     count = min(2000, len(view))
     ours = 1000 * median_ms(read_packs(view, count), repeats) / count
@@ -170,31 +176,30 @@ def compare_place(place: str, data: datasets.Dataset, limit: int, repeats: int) 
         show(f"{place}: reading a pack (TRL: {form or 'lists'})", ours, their_us, "us")
     kilobytes = len(pickle.dumps(view)) / 1000
     show(f"{place}: pickle", kilobytes, len(pickle.dumps(theirs)) / 1000, "kB")
+    remove_files(theirs)
 
 
 def compare_streams(lengths: np.ndarray, limit: int, repeats: int) -> None:
-    """Time a stream of documents that cost nothing to make; TRL packs no streams of its own."""
-    document = np.zeros(limit, dtype=np.int32)
-
-    def source() -> Iterator[dict[str, np.ndarray]]:
-        for length in lengths.tolist():
-            ids = document[:length]
-            yield {"input_ids": ids, "labels": ids}
-
+    """Time streams of documents that are there already; TRL packs no streams of its own."""
+    ids = np.zeros(limit, dtype=np.int32)
+    as_list = ids.tolist()
+    forms = {
+        "arrays": [{"input_ids": ids[:n], "labels": ids[:n]} for n in lengths.tolist()],
+        "lists": [{"input_ids": (part := as_list[:n]), "labels": part} for n in lengths.tolist()],
+    }
     bound = lower_bound(lengths, limit)
-    for buffer in (1000, 4096):
-        packs = sum(1 for _ in pack_stream(source(), max_length=limit, buffer=buffer))
+    for form, documents in forms.items():
+        for buffer in (1000, 4096):
 
-        def work(buffer: int = buffer) -> None:
-            for _ in pack_stream(source(), max_length=limit, buffer=buffer):
-                pass
+            def work(documents: Any = documents, buffer: int = buffer) -> int:
+                return sum(1 for _ in pack_stream(documents, max_length=limit, buffer=buffer))
 
-        made = median_ms(lambda: [0 for _ in source()], repeats)
-        rate = len(lengths) / (median_ms(work, repeats) - made) / 1000
-        print(
-            f"  stream, buffer {buffer:5,}: {rate:.2f} M documents/s, "
-            f"{100 * (packs / bound - 1):.3f} % above the bound"
-        )
+            rate = len(lengths) / median_ms(work, repeats) / 1000
+            print(
+                f"  stream of {form}, buffer {buffer:5,}: {rate:.2f} M documents/s, "
+                f"{100 * (work() / bound - 1):.3f} % above the bound",
+                flush=True,
+            )
 
 
 def compare_balance(data: datasets.Dataset, limit: int) -> None:

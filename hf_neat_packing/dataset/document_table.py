@@ -131,16 +131,32 @@ class DocumentTable:
         self,
         name: str,
         documents: NDArray[np.integer[Any]],
-        starts: Sequence[int],
-        lengths: Sequence[int],
+        starts: NDArray[np.int64] | None,
+        lengths: NDArray[np.integer[Any]],
+        out: NDArray[Any] | None = None,
     ) -> pa.Array:
-        """Lay pieces of one token column end to end, as one flat Arrow array `[tokens]`."""
+        """Lay pieces of one token column end to end, as one flat Arrow array `[tokens]`.
+
+        Args:
+            name: The column.
+            documents: The document of each piece, `[pieces]`.
+            starts: The first token of each piece inside its document, `[pieces]`; None: all at 0.
+            lengths: The tokens of each piece, `[pieces]`.
+            out: Memory for the tokens, which the result then shares, from `token_memory`.
+        """
         rows = documents if self._rows is None else self._rows[documents]
         column = self._tokens[name]
-        pieces = column.read(rows, column.locate(rows), starts, lengths)
-        if name == "position_ids" and any(starts):
-            pieces = [p - p[0] if s else p for p, s in zip(pieces, starts, strict=True)]
-        return pa.array(np.concatenate(pieces) if pieces else [], type=column.value_type)
+        tokens = column.gather(rows, starts, lengths, out)
+        if name == "position_ids" and starts is not None and starts.any():
+            # Positions restart in each piece, as they do in any document.
+            ends = np.cumsum(lengths, dtype=np.int64)
+            first = tokens[np.minimum(ends - lengths, len(tokens) - 1)]
+            tokens -= np.repeat(np.where(starts > 0, first, 0), lengths).astype(tokens.dtype)
+        return pa.array(tokens, type=column.value_type)
+
+    def token_memory(self, num_tokens: int) -> dict[str, NDArray[Any]]:
+        """Return memory for `num_tokens` of each token column, to be used again and again."""
+        return {n: np.empty(num_tokens, dtype=c.dtype) for n, c in self._tokens.items()}
 
     def read_stored(self, name: str, documents: NDArray[np.integer[Any]]) -> pa.Array:
         """Return one document-level value per piece as Arrow stores it, not decoded, `[pieces]`."""

@@ -61,6 +61,25 @@ class MaskedLabels:
                 piece[trained == 0] = IGNORED
         return pieces
 
+    def gather(
+        self,
+        rows: NDArray[np.integer[Any]],
+        starts: NDArray[np.int64] | None,
+        lengths: NDArray[np.integer[Any]],
+        out: NDArray[Any] | None = None,
+    ) -> NDArray[Any]:
+        """Lay pieces of documents end to end, as for `ListColumn`."""
+        labels = self._column.gather(rows, starts, lengths, out).astype(self.dtype, copy=False)
+        for mask in self._masks.values():
+            labels[mask.gather(rows, starts, lengths) == 0] = IGNORED
+        return labels
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of a label in numpy."""
+        kind: np.dtype[Any] = np.dtype(self.value_type.to_pandas_dtype())
+        return kind
+
     def feature(self) -> "datasets.Sequence":
         """Return the `datasets` feature of the labels."""
         from datasets import Sequence as ListFeature

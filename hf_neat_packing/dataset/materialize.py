@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,8 +22,11 @@ from hf_neat_packing.planning import PackingPlan
 if TYPE_CHECKING:
     import datasets
 
-# Large enough for memory bandwidth, small enough that a batch is a small part of any set.
-_TOKENS_PER_BATCH = 2**20
+# Large enough that the work for each batch does not count, small enough to stay in the cache until
+# it is written.
+_TOKENS_PER_BATCH = 2**19
+# What is kept in memory at most if nobody asks: a larger set is written faster than it is kept.
+_IN_MEMORY_BYTES = 2**26
 
 
 class PackedView(Protocol):
@@ -77,7 +80,8 @@ def materialize(
     Args:
         view: The view.
         num_proc: Threads that gather documents.
-        keep_in_memory: Whether the packs are in memory; None: where the view's data set is.
+        keep_in_memory: Whether the packs are in memory; None: if the view's data set is, and is
+            small.
 
     Returns:
         A data set with one row per pack and nested columns. Out of memory it is a memory-mapped
@@ -97,9 +101,11 @@ def materialize(
     )
     keywords = {"info": info, "split": source.split, "fingerprint": fingerprint}
     schema = view.features.arrow_schema
-    in_memory = not source.cache_files if keep_in_memory is None else keep_in_memory
-    if in_memory:
-        table = pa.Table.from_batches(_batches(view, schema, num_proc), schema=schema)
+    if keep_in_memory is None:
+        keep_in_memory = not source.cache_files and source.data.nbytes <= _IN_MEMORY_BYTES
+    if keep_in_memory:
+        batches = _batches(view, schema, num_proc, reuse_memory=False)
+        table = pa.Table.from_batches(batches, schema=schema)
         return datasets.Dataset(datasets.table.InMemoryTable(table), **keywords)
     path = _folder(source) / f"packed-{fingerprint}.arrow"
     if not (path.exists() and datasets.is_caching_enabled()):
@@ -108,7 +114,7 @@ def materialize(
             pa.OSFile(str(unfinished), "wb") as file,
             pa.ipc.new_stream(file, schema) as writer,
         ):
-            for batch in _batches(view, schema, num_proc):
+            for batch in _batches(view, schema, num_proc, reuse_memory=True):
                 writer.write_batch(batch)
     return datasets.Dataset(datasets.table.MemoryMappedTable.from_file(str(path)), **keywords)
 
@@ -123,7 +129,7 @@ def write_parquet(view: PackedView, path: Path, *, num_proc: int | None = None) 
     """
     schema = view.features.arrow_schema
     with _replacing(path) as unfinished, pq.ParquetWriter(unfinished, schema) as writer:
-        for batch in _batches(view, schema, num_proc):
+        for batch in _batches(view, schema, num_proc, reuse_memory=True):
             writer.write_batch(batch)
 
 
@@ -147,27 +153,39 @@ def _replacing(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def _batches(view: PackedView, schema: pa.Schema, num_proc: int | None) -> Iterator[pa.RecordBatch]:
-    """Gather all packs in order, a bounded number of batches ahead, behind a progress bar."""
+def _batches(
+    view: PackedView, schema: pa.Schema, num_proc: int | None, *, reuse_memory: bool
+) -> Iterator[pa.RecordBatch]:
+    """Gather all packs in order, a bounded number of batches ahead, behind a progress bar.
+
+    With `reuse_memory` a batch is gone when the next one is asked for.
+    """
     from datasets.utils import tqdm
 
     offsets = view.plan.offsets
     tokens = np.concatenate(([0], np.cumsum(view.plan.lengths, dtype=np.int64)))[offsets]
     # A batch ends with the first pack that reaches its share of tokens.
     marks = np.arange(_TOKENS_PER_BATCH, int(tokens[-1]), _TOKENS_PER_BATCH)
-    bounds = np.unique([0, *np.searchsorted(tokens, marks).tolist(), len(view)]).tolist()
-    spans = list(pairwise(bounds))
+    bounds = np.unique([0, *np.searchsorted(tokens, marks).tolist(), len(view)])
+    largest = int(np.diff(tokens[bounds]).max(initial=0))
+    threads = max(1, num_proc or 1)
+    # One batch is being used while the others are gathered.
+    memory: list[dict[str, NDArray[Any]]] = [
+        view.documents.token_memory(largest) if reuse_memory else {}
+        for _ in range(threads + 1 if threads > 1 else 1)
+    ]
+    spans = zip(pairwise(bounds.tolist()), cycle(memory), strict=False)
     with tqdm(total=len(view), unit=" packs", desc="Packing") as bar:
-        if num_proc is None or num_proc < 2:
-            for first, last in spans:
-                yield _batch(view, schema, first, last)
+        if threads == 1:
+            for (first, last), out in spans:
+                yield _batch(view, schema, first, last, out)
                 bar.update(last - first)
             return
-        with ThreadPoolExecutor(num_proc) as pool:
+        with ThreadPoolExecutor(threads) as pool:
             waiting: deque[Future[pa.RecordBatch]] = deque()
-            for first, last in spans:
-                waiting.append(pool.submit(_batch, view, schema, first, last))
-                if len(waiting) > num_proc:
+            for (first, last), out in spans:
+                waiting.append(pool.submit(_batch, view, schema, first, last, out))
+                if len(waiting) >= threads:
                     yield _finish(waiting.popleft(), bar)
             while waiting:
                 yield _finish(waiting.popleft(), bar)
@@ -180,22 +198,32 @@ def _finish(future: "Future[pa.RecordBatch]", bar: Any) -> pa.RecordBatch:
     return batch
 
 
-def _batch(view: PackedView, schema: pa.Schema, first: int, last: int) -> pa.RecordBatch:
-    """Gather the packs `first` to `last` into one record batch of nested columns."""
+def _batch(
+    view: PackedView, schema: pa.Schema, first: int, last: int, out: dict[str, NDArray[Any]]
+) -> pa.RecordBatch:
+    """Gather the packs `first` to `last` into one record batch of nested columns.
+
+    Args:
+        view: The view.
+        schema: Of the batch.
+        first: Index of the first pack.
+        last: One past the last.
+        out: Memory for the tokens of each column; new memory where it has none.
+    """
     plan = view.plan
     outer: NDArray[np.int64] = plan.offsets[first : last + 1] - plan.offsets[first]
     span = slice(int(plan.offsets[first]), int(plan.offsets[last]))
     documents, lengths = plan.indices[span], plan.lengths[span]
+    starts = None if plan.starts is None else plan.starts[span]
     inner = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    sizes = lengths.tolist()
-    starts = [0] * len(sizes) if plan.starts is None else plan.starts[span].tolist()
     columns = []
     for field in schema:
-        if view.rules[field.name].kind == "token":
-            flat = view.documents.read_tokens(field.name, documents, starts, sizes)
+        name = field.name
+        if view.rules[name].kind == "token":
+            flat = view.documents.read_tokens(name, documents, starts, lengths, out.get(name))
             columns.append(nest(flat, inner, outer))
         else:
-            values = view.documents.read_stored(field.name, documents)
+            values = view.documents.read_stored(name, documents)
             offsets = pa.array(outer.astype(np.int32))
             columns.append(pa.ListArray.from_arrays(offsets, values))
     return pa.RecordBatch.from_arrays(

@@ -46,7 +46,7 @@ class RepeatedPack(int):
     """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanArguments:
     """The arguments of `plan_packing` that a view keeps, so that it can plan another epoch."""
 

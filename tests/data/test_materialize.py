@@ -38,10 +38,42 @@ def test_written_packs_equal_the_view_in_any_number_of_batches_and_threads(on_di
     assert written.features == view.features
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("threads", [None, 2])
+@pytest.mark.usefixtures("small_batches")
+def test_pieces_of_cut_documents_are_written_as_the_view_shows_them(keep, threads):
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(1, 90, 200).tolist()
+    dataset = Dataset.from_dict(
+        {
+            "input_ids": [rng.integers(0, 500, n).tolist() for n in lengths],
+            "position_ids": [list(range(n)) for n in lengths],
+            "loss_mask": [rng.integers(0, 2, n).astype(bool).tolist() for n in lengths],
+        }
+    )
+    columns = {"loss_mask": "token"}  # declared, it stays a column
+    for policy, side in (("split", "right"), ("truncate", "left")):
+        options = {"max_length": 40, "on_overlong": policy, "truncate_side": side}
+        view = pack_dataset(dataset, columns=columns, **options)
+        written = view.materialize(num_proc=threads, keep_in_memory=keep)
+        assert plain(written) == plain(view)
+        starts = [p[0] for pack in written["position_ids"] for p in pack]
+        assert set(starts) == {0}
+
+
+def test_a_large_set_in_memory_is_written_to_a_file_unless_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(materialize, "_IN_MEMORY_BYTES", 10)
+    dataset = Dataset.from_dict({"input_ids": [[1, 2], [3, 4, 5, 6]]})
+    written = pack_dataset(dataset, max_length=6, materialize=True)
+    assert len(written.cache_files) == 1
+    assert sorted(written[0]["input_ids"]) == [[1, 2], [3, 4, 5, 6]]
+    assert pack_dataset(dataset, max_length=6).materialize(keep_in_memory=True).cache_files == []
+
+
 def test_a_memory_mapped_set_is_written_beside_it_and_found_again(on_disk, monkeypatch):
     first = pack_dataset(on_disk, max_length=64, materialize=True)
     path = first.cache_files[0]["filename"]
-    monkeypatch.setattr(materialize, "_batches", lambda *_: pytest.fail("written twice"))
+    monkeypatch.setattr(materialize, "_batches", lambda *_, **__: pytest.fail("written twice"))
     again = pack_dataset(on_disk, max_length=64, materialize=True)
     assert again.cache_files[0]["filename"] == path
     assert again._fingerprint == first._fingerprint

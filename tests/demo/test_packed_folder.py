@@ -7,6 +7,7 @@ import datasets
 import pytest
 
 from hf_neat_packing import packed_folder
+from hf_neat_packing.dataset import materialize
 from hf_neat_packing.errors import ColumnError, PlanningError
 from hf_neat_packing.packed_folder import pack_to_folder
 from hf_neat_packing.planning import PackingReport
@@ -52,7 +53,7 @@ def write(documents, output, tokenizer=None, **options):
     return pack_to_folder(documents, output, tokenizer=tokenizer, **options)
 
 
-def killed_run(documents, output, *, kill_at: int) -> None:
+def killed_run(documents, output, *, kill_at: int | None) -> None:
     child = os.fork()
     if not child:
         write(documents, output, CountingTokenizer(kill_at=kill_at))
@@ -97,6 +98,30 @@ def test_a_run_that_died_while_writing_packs_writes_them_again(documents, tmp_pa
     write(documents, tmp_path / "packs", tokenizer)
     assert tokenizer.calls == 0
     assert len(documents_of(tmp_path / "packs")) == len(documents)
+
+
+def test_a_run_killed_while_packs_are_written_writes_them_again(documents, tmp_path, monkeypatch):
+    write(documents, tmp_path / "at_once")
+    written = []
+    gather = materialize._batch
+
+    def killed(*arguments):
+        written.append(arguments)
+        if len(written) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gather(*arguments)
+
+    monkeypatch.setattr(materialize, "_TOKENS_PER_BATCH", 500)
+    with monkeypatch.context() as patch:
+        patch.setattr(materialize, "_batch", killed)
+        killed_run(documents, tmp_path / "packs", kill_at=None)
+    assert not (tmp_path / "packs").exists()
+    assert list((tmp_path / "packs.unfinished").glob("*.unfinished")), "no packs were half written"
+    tokenizer = CountingTokenizer()
+    write(documents, tmp_path / "packs", tokenizer)
+    assert tokenizer.calls == 0
+    assert documents_of(tmp_path / "packs") == documents_of(tmp_path / "at_once")
+    assert not (tmp_path / "packs.unfinished").exists()
 
 
 def test_another_length_after_a_refusal_reuses_the_tokens(documents, tmp_path):
