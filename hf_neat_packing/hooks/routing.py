@@ -55,6 +55,8 @@ class RoutingHooks:
         part = getattr(self.model, "base_model", self.model)
         self.part: nn.Module = part if isinstance(part, nn.Module) else self.model
         self.counters = 0
+        # Before the first forward that asks, nothing is looked up, and a graph need not break for it.
+        self._used = False
         self._handles: list[RemovableHandle] = []
         self.model.__dict__[_REGISTRY] = self
         self.attach()
@@ -106,7 +108,7 @@ class RoutingHooks:
         document_map, mask = kwargs.get(DOCUMENT_MAP_KEY), kwargs.get("attention_mask")
         packed = document_map is not None or self._regrouped() is not None
         kept = mask if packed and asked and self.part is not self.model else None
-        _ENTERED.set((*_ENTERED.get(), _Entered(self, document_map, kept)))
+        self._push(_Entered(self, document_map, kept))
         if kept is None:
             return None
         return args, {name: value for name, value in kwargs.items() if name != "attention_mask"}
@@ -120,11 +122,13 @@ class RoutingHooks:
         if entered is None:
             # Somebody ran the model by `.forward`, past its hooks, as older adapters do.
             document_map = kwargs.get(DOCUMENT_MAP_KEY)
-            _ENTERED.set((*_ENTERED.get(), _Entered(self, document_map, None, by_part=True)))
+            self._push(_Entered(self, document_map, None, by_part=True))
             return None
         return None if entered.mask is None else (args, kwargs | {"attention_mask": entered.mask})
 
     def _leave_part(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._used:
+            return
         entered, real = self._entered(), self.real_tokens()
         if entered is not None and entered.by_part:
             _ENTERED.set(_ENTERED.get()[:-1])
@@ -138,7 +142,13 @@ class RoutingHooks:
         if self.is_running():
             _ENTERED.set(_ENTERED.get()[:-1])
 
+    def _push(self, entered: _Entered) -> None:
+        self._used = True
+        _ENTERED.set((*_ENTERED.get(), entered))
+
     def _entered(self) -> _Entered | None:
+        if not self._used:
+            return None
         entered = _ENTERED.get()
         return entered[-1] if entered and entered[-1].hooks is self else None
 
