@@ -7,9 +7,13 @@
 what the assistant says (`{% generation %}`). Without them two small chats for each of Python's builtins and a
 small Llama with random weights are used.
 
-TRL takes a collator of one's own only with `packing=False` and `padding_free=False`, its defaults, and it takes
-`datasets.Dataset` only: so packs are written (`materialize=True`). Its `max_length` would count the documents of
-a pack, and nothing needs cutting any more: `max_length=None`.
+TRL takes a collator of one's own only with `packing=False` and `padding_free=False`, its defaults; with either it
+says "Passing a custom data collator is not supported when using padding-free." It takes no view ("`train_dataset`
+must be a `Dataset` or `IterableDataset`, got `PackedDataset`."), so packs are written (`materialize=True`). Its
+`max_length` would count the documents of a pack, and nothing needs cutting any more: `max_length=None`.
+
+Documents need not be packed before: give TRL chats, `per_device_train_batch_size=8` and this collator, and each
+batch is one row. TRL's own `packing=True`, without this collator, is exact too where the model runs `neat_varlen`.
 """
 
 import argparse

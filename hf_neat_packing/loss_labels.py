@@ -62,14 +62,15 @@ def mark_documents(labels: Tensor | None, document_map: Tensor) -> dict[str, Ten
 
     A document's first token is nobody's target, so its label is free to say that a document starts there. A Trainer
     counts the targets of an update in `shift_labels` where a batch has them; here they hold one entry for each
-    document that has a target. No entry is a token id, so a loss that takes these labels for targets fails.
+    document that has a target. A loss that takes either for the targets of tokens fails, because starts are no token
+    ids and there are fewer documents than tokens.
 
     Args:
         labels: int64 `[B, S]`, -100 at the first token of each document.
         document_map: `[B, S]`, 1-based in each row, 0 = padding.
 
     Returns:
-        `labels` and `shift_labels`, int64 `[B, S]`.
+        `labels`, int64 `[B, S]`, and `shift_labels`, int64 `[B, most documents of a row]`.
 
     Raises:
         ContractError: labels that are not one per token.
@@ -77,7 +78,7 @@ def mark_documents(labels: Tensor | None, document_map: Tensor) -> dict[str, Ten
     Example:
         >>> marked = mark_documents(torch.tensor([[-100, 7, -100, -100]]), torch.tensor([[1, 1, 2, 2]]))
         >>> marked["labels"].tolist(), marked["shift_labels"].tolist()
-        ([[2147483647, 7, 2147483647, -100]], [[2147483647, -100, -100, -100]])
+        ([[2147483647, 7, 2147483647, -100]], [[2147483647]])
     """
     if labels is None or labels.shape != document_map.shape:
         raise ContractError(
@@ -91,8 +92,10 @@ def mark_documents(labels: Tensor | None, document_map: Tensor) -> dict[str, Ten
     number = starts.flatten().cumsum(0) - 1
     trained = torch.zeros(int(starts.sum()), dtype=torch.bool)
     trained[number[(labels != IGNORE_INDEX).flatten()]] = True
-    counted = torch.full_like(labels, IGNORE_INDEX)
-    counted[starts] = torch.where(trained, DOCUMENT_START, IGNORE_INDEX)
+    rows = starts.nonzero()[:, 0][trained]
+    counts = torch.bincount(rows, minlength=len(labels))
+    places = torch.arange(max(int(counts.max()), 1)).expand(len(labels), -1)
+    counted = torch.where(places < counts[:, None], DOCUMENT_START, IGNORE_INDEX)
     return {"labels": labels.masked_fill(starts, DOCUMENT_START), "shift_labels": counted}
 
 

@@ -28,7 +28,8 @@ def per_document_loss(
     compute_loss_func=per_document_loss)`. The collator's labels say where documents start and how many have a target,
     so the Trainer's `num_items_in_batch` is the number of documents of the update, over all its batches and
     processes. The result is that of training on the documents one by one, whatever shares a row. A
-    document without a target has no mean and is not counted.
+    document without a target has no mean and is not counted. TRL's SFTTrainer takes these labels for token ids in its
+    own metrics, and fails.
 
     Args:
         outputs: of a causal language model: a mapping with `logits` `[B, S, V]`, or a tuple that begins with them.
@@ -104,6 +105,10 @@ def per_label_loss(
     return losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
 
 
+# Tokens whose probabilities are held at once, beside the logits of all.
+_AT_ONCE = 1024
+
+
 class PackedEvaluation:
     """Evaluate per target: the same numbers packed, padded, and in batches of any size.
 
@@ -133,16 +138,16 @@ class PackedEvaluation:
         Returns:
             float64 `[B, 4]`: targets, their losses, right predictions, entropies.
         """
-        logits = logits[0] if isinstance(logits, (tuple, list)) else logits
-        losses, is_target = token_losses(logits, labels, shift=self.shifts_labels)
-        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
-        log_probs = wide.log_softmax(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1).flatten()
-        right = logits.argmax(-1).flatten() == _targets(labels, self.shifts_labels).to(
-            logits.device
-        )
-        parts = torch.stack([is_target, losses, right & is_target, entropy * is_target], -1)
-        sums: Tensor = parts.double().unflatten(0, labels.shape).sum(1)
+        logits = logits_of(logits)
+        targets = _targets(labels, self.shifts_labels).to(logits.device)
+        is_target = (targets >= 0) & (targets != DOCUMENT_START)
+        flat, wanted = logits.detach().flatten(0, 1), targets.where(is_target, 0)
+        numbers = [
+            _numbers(part, target)
+            for part, target in zip(flat.split(_AT_ONCE), wanted.split(_AT_ONCE), strict=True)
+        ]
+        parts = torch.cat(numbers).double() * is_target[:, None]
+        sums: Tensor = parts.unflatten(0, labels.shape).sum(1)
         return sums
 
     def means(self, prediction: Any) -> dict[str, float]:
@@ -157,6 +162,15 @@ class PackedEvaluation:
             name: value / targets if targets else 0.0
             for name, value in zip(names, sums, strict=True)
         }
+
+
+def _numbers(logits: Tensor, targets: Tensor) -> Tensor:
+    """One, the loss, whether the target is the likeliest, and the entropy of each token, `[tokens, 4]`."""
+    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    losses = -log_probs.gather(1, targets[:, None]).squeeze(1)
+    right = logits.argmax(-1) == targets
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return torch.stack([torch.ones_like(losses), losses, right.to(losses.dtype), entropy], -1)
 
 
 def logits_of(outputs: Any) -> Tensor:

@@ -103,8 +103,10 @@ def documents_of(pack):
 def test_marked_labels_fail_in_any_other_loss(tmp_path):
     model = tiny_model("llama")
     batch = DataCollatorForNeatPacking(model, loss_per="document")([packs()[0]])
-    with pytest.raises(IndexError, match="out of bounds"):
+    with pytest.raises(ValueError, match="batch_size"):
         model(**batch)
+    with pytest.raises(IndexError, match="out of bounds"):
+        model(input_ids=batch["input_ids"], labels=batch["labels"])
     with pytest.raises((IndexError, RuntimeError)):
         train(
             model, packs(), DataCollatorForNeatPacking(model, loss_per="document"), tmp_path,

@@ -208,6 +208,9 @@ def test_what_trl_refuses(folder, tokenizer):
     view = pack_dataset(datasets.Dataset.from_dict({"input_ids": [[5, 6], [7]]}), max_length=4)
     with pytest.raises(TypeError, match=r"`Dataset` or `IterableDataset`, got `PackedDataset`"):
         tune(model, view, tokenizer, folder, collator=collator)
+    marked = DataCollatorForNeatPacking(model, loss_per="document")
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        tune(model, data, tokenizer, folder, collator=marked)
     missing = drawn(lambda g: {"messages": [{"role": "user", "content": words(g, 1, 5)}]})
     with pytest.raises(RuntimeError, match="no assistant"):
         tune(model, missing, tokenizer, folder, collator=collator, assistant_only_loss=True)
