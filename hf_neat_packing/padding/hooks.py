@@ -49,8 +49,15 @@ class _Waiting(NamedTuple):
     places: _Places
 
 
-# Where the tokens of the running forwards are, innermost last; each thread and task has its own.
-_running: ContextVar[tuple[_Places | None, ...]] = ContextVar("running", default=())
+class _Running(NamedTuple):
+    """A forward of a backbone; without places where its batch is left as it is."""
+
+    backbone: nn.Module
+    places: _Places | None = None
+
+
+# Innermost last; each thread and task has its own.
+_running: ContextVar[tuple[_Running, ...]] = ContextVar("running", default=())
 _waiting: ContextVar[_Waiting | None] = ContextVar("waiting", default=None)
 
 
@@ -131,7 +138,7 @@ class PaddingFree:
     def _pack(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hand the layers a packed row, and remember where its tokens go."""
         # Pushed first: the hook behind the backbone pops even where this one raises.
-        _running.set((*_running.get(), None))
+        _running.set((*_running.get(), _Running(module)))
         named = _by_name(self._parameters, args, kwargs)
         waiting = _waiting.get()
         if waiting is not None and waiting.backbone is module:
@@ -141,7 +148,7 @@ class PaddingFree:
             packed, places = self._packed(named)
         else:
             return None
-        _running.set((*_running.get()[:-1], places))
+        _running.set((*_running.get()[:-1], _Running(module, places)))
         kept = {n: v for n, v in named.items() if not isinstance(v, Tensor) and n not in packed}
         if "use_cache" in self._parameters:
             packed = packed | {"use_cache": False}
@@ -172,8 +179,11 @@ class PaddingFree:
 
     def _unpack(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Put the values of every token back where it was."""
-        *outer, places = _running.get()
-        _running.set(tuple(outer))
+        running = _running.get()
+        if not running or running[-1].backbone is not module:
+            return None
+        _running.set(running[:-1])
+        places = running[-1].places
         if places is None or output is None:
             return None
         if isinstance(output, Mapping):
@@ -185,7 +195,7 @@ class PaddingFree:
         return _put_back("output", output, places)
 
     def _put_back_for_pooler(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        places = _running.get()[-1] if _running.get() else None
+        places = _running.get()[-1].places if _running.get() else None
         return None if places is None else (places.put_back(args[0]), *args[1:])
 
     def _forget(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
