@@ -22,6 +22,7 @@ from ..documents import get_seqlens_in_batch
 from ..errors import ContractError, UnsupportedModelError
 from ..wrappers import entry_module, unwrap
 from .batches import pack_padded
+from .places import Places, put_back
 from .proof import prove_padding_free
 from .reading import Reads, find_token_read, read_tokens
 
@@ -29,31 +30,19 @@ from .reading import Reads, find_token_read, read_tokens
 _FOR_THE_HEAD = frozenset(("labels", "return_dict", "num_items_in_batch"))
 
 
-class _Places(NamedTuple):
-    """Where the tokens of a forward are, packed and padded, in one order."""
-
-    packed: Tensor  # bool [R, S]
-    padded: Tensor  # bool [B, W]
-
-    def put_back(self, values: Tensor) -> Tensor:
-        """Padded values `[B, W, ...]` of packed ones `[R, S, ...]`; 0 at padding."""
-        padded = values.new_zeros((*self.padded.shape, *values.shape[2:]))
-        return padded.index_put((self.padded,), values[self.packed])
-
-
 class _Waiting(NamedTuple):
     """A packed batch on its way past the head to the backbone."""
 
     backbone: nn.Module
     batch: dict[str, Any]
-    places: _Places
+    places: Places
 
 
 class _Running(NamedTuple):
     """A forward of a backbone; without places where its batch is left as it is."""
 
     backbone: nn.Module
-    places: _Places | None = None
+    places: Places | None = None
 
 
 # Innermost last; each thread and task has its own.
@@ -126,10 +115,10 @@ class PaddingFree:
         lengths = get_seqlens_in_batch(document_map)
         if self.reads == "every token":
             padded = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-            places = _Places(document_map != 0, padded)
+            places = Places(document_map != 0, padded)
         else:
             read = read_tokens(self.reads, document_map, ids, pad)
-            places = _Places(read, torch.ones_like(lengths, dtype=torch.bool)[:, None])
+            places = Places(read, torch.ones_like(lengths, dtype=torch.bool)[:, None])
         head["input_ids"] = places.put_back(ids).masked_fill(~places.padded, pad)
         head["attention_mask"] = places.padded.long()
         _waiting.set(_Waiting(self.backbone, named, places))
@@ -171,11 +160,11 @@ class PaddingFree:
             )
         return True
 
-    def _packed(self, named: Mapping[str, Any]) -> tuple[dict[str, Any], _Places]:
+    def _packed(self, named: Mapping[str, Any]) -> tuple[dict[str, Any], Places]:
         tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
         packed = pack_padded(tensors, self.collator)
         padded = tensors["attention_mask"].bool()
-        return packed, _Places(packed[DOCUMENT_MAP_KEY] != 0, padded)
+        return packed, Places(packed[DOCUMENT_MAP_KEY] != 0, padded)
 
     def _unpack(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Put the values of every token back where it was."""
@@ -188,11 +177,11 @@ class PaddingFree:
             return None
         if isinstance(output, Mapping):
             for name, value in output.items():
-                output[name] = _put_back(name, value, places)  # type: ignore[index]
+                output[name] = put_back(name, value, places)  # type: ignore[index]
             return output
         if isinstance(output, tuple):
-            return tuple(_put_back(str(i), value, places) for i, value in enumerate(output))
-        return _put_back("output", output, places)
+            return tuple(put_back(str(i), value, places) for i, value in enumerate(output))
+        return put_back("output", output, places)
 
     def _put_back_for_pooler(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         places = _running.get()[-1].places if _running.get() else None
@@ -304,24 +293,3 @@ def _by_name(
 
 def _is_for_the_head(name: str) -> bool:
     return name in _FOR_THE_HEAD or name.startswith("output_")
-
-
-def _put_back(name: str, value: Any, places: _Places) -> Any:
-    """Put one entry of an output back; what is no tensor, or has a row already, stays as it is."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_put_back(name, part, places) for part in value)
-    if not isinstance(value, Tensor):
-        return value
-    rows, width = places.padded.shape
-    if value.ndim == 3 and value.shape[:2] == places.packed.shape:
-        return places.put_back(value)
-    if value.ndim == 2 and value.shape[0] == places.packed.numel():
-        # Router logits: the tokens of all rows in one line.
-        return places.put_back(value.unflatten(0, places.packed.shape)).flatten(0, 1)
-    if value.shape[:1] == (rows,) and value.ndim <= 2:
-        return value
-    raise UnsupportedModelError(
-        f"The backbone's output {name!r} has shape {list(value.shape)} for {rows} rows of {width} tokens packed into "
-        f"{list(places.packed.shape)}: neither a value for each token nor for each row, so it cannot be put back "
-        "(attention weights are one example). Do not ask for it, or take the hooks off with `remove()`."
-    )
