@@ -33,6 +33,11 @@ _PACKAGES: Final = (
     *("hf-neat-packing", "flash-attn", "flash-attn-3", "flash-attn-4", "kernels", "causal-conv1d"),
     *("mamba-ssm", "flash-linear-attention", "peft", "accelerate", "liger-kernel", "unsloth"),
 )
+# Modules of transformers through which every attention goes; some tools replace their functions.
+_SHARED: Final = (
+    *("masking_utils", "modeling_flash_attention_utils", "modeling_rope_utils", "integrations"),
+    *("cache_utils", "loss"),
+)
 _SIMPLE = (bool, int, float, str, type(None))
 _CORNER = 8
 
@@ -50,6 +55,7 @@ def fingerprint(model: nn.Module, collator: Any) -> str | None:
     try:
         parts = [
             _installation(),
+            *_shared_code(),
             _collator(collator),
             *_modules(model),
             *_parameters(model),
@@ -140,20 +146,32 @@ def _modules(model: nn.Module) -> Iterator[str]:
         yield repr((kind.__qualname__, _function(kind.forward), _source(kind)))
 
 
+def _shared_code() -> Iterator[str]:
+    """Describe what all models share, as it is now."""
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith(tuple(f"transformers.{part}" for part in _SHARED)):
+            yield name + repr(_functions(module))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    yield _function(attention)
+
+
+def _functions(module: Any) -> list[tuple[str, str]]:
+    return [
+        (name, _function(value))
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, FunctionType)
+    ]
+
+
 def _source(kind: type) -> str:
     """Describe the module that a class was written in: its functions may have been replaced since."""
     if kind.__module__.partition(".")[0] == "torch":
         return ""
     module = sys.modules[kind.__module__]
-    functions = [
-        (name, _function(value))
-        for name, value in sorted(vars(module).items())
-        if isinstance(value, FunctionType)
-    ]
     path = inspect.getsourcefile(kind)
     if path is None:
         raise _NotDescribableError
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() + repr(functions)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() + repr(_functions(module))
 
 
 def _function(function: Callable[..., Any]) -> str:

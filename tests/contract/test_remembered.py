@@ -146,6 +146,16 @@ def test_a_function_that_was_replaced_in_a_modelling_module_changes_the_digest(m
     assert digest(model) == before
     monkeypatch.setattr(modelling.LlamaMLP, "forward", lambda self, x: x)
     assert digest(model) != before
+    monkeypatch.undo()
+    # As tools do that pack for the flash keys.
+    replaced = lambda attention_mask: None  # noqa: E731
+    monkeypatch.setattr("transformers.modeling_flash_attention_utils._get_unpad_data", replaced)
+    assert digest(model) != before
+    monkeypatch.undo()
+    attention = torch.nn.functional.scaled_dot_product_attention
+    wrapped = lambda *args, **kwargs: attention(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", wrapped)
+    assert digest(model) != before
 
 
 def test_a_collator_of_ones_own_is_not_remembered():
