@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import transformers  # where this fails, its own message says what is missing
 from torch.utils._pytree import tree_map
 
 from .errors import UnsupportedTransformersError
@@ -20,7 +21,6 @@ from .errors import UnsupportedTransformersError
 TESTED_TRANSFORMERS = ("5.6.0", "5.24.0")
 
 try:
-    import transformers
     from transformers import (
         AttentionInterface,
         AttentionMaskInterface,
