@@ -4,6 +4,7 @@ Legend: `B` rows, `S` tokens in a row, `V` values per token.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -55,11 +56,13 @@ class Verdict(NamedTuple):
         error: the largest difference from a document alone, relative to the largest value.
         moved: the largest relative change of a document when the others were exchanged.
         raised: the exception of a forward that raised, or None.
+        reached: whether what moved is more than rounding, however little it is: a gradient crosses.
     """
 
     error: float
     moved: float
     raised: Exception | None = None
+    reached: bool = False
 
     def __str__(self) -> str:
         if self.raised is not None:
@@ -67,12 +70,16 @@ class Verdict(NamedTuple):
         return (
             f"computes documents {self.error:.1g} away from the same documents alone, and moves them by "
             f"{self.moved:.1g} when their neighbours change"
+            + (", with a gradient that crosses" if self.reached else "")
         )
 
     def or_worse(self, other: "Verdict") -> "Verdict":
         """Combine with another verdict: the larger of each number, and the first exception."""
         return Verdict(
-            max(self.error, other.error), max(self.moved, other.moved), self.raised or other.raised
+            max(self.error, other.error),
+            max(self.moved, other.moved),
+            self.raised or other.raised,
+            self.reached or other.reached,
         )
 
 
@@ -215,7 +222,8 @@ class Probe:
                 relative_difference(packed[row, place], self.alone(ids)[1][0])
                 for row, place, ids in sample.documents()
             )
-            return Verdict(error, self._moved(sample, packed))
+            moved = self._moved(sample, packed)
+            return Verdict(error, moved, reached=moved > 0 and self._reached(sample, moved))
         except Exception as raised:
             return Verdict(float("inf"), float("inf"), raised)
 
@@ -237,7 +245,8 @@ class Probe:
             packed = self._seeded(inputs)
             if relative_difference(self._seeded(inputs), packed) > 0:
                 return Verdict(0.0, 0.0)
-            return Verdict(0.0, self._moved(sample, packed))
+            moved = self._moved(sample, packed)
+            return Verdict(0.0, moved, reached=moved > 0 and self._reached(sample, moved))
         except Exception as raised:
             return Verdict(float("inf"), float("inf"), raised)
         finally:
@@ -260,9 +269,38 @@ class Probe:
             ]
         return max(changes)
 
+    def _reached(self, sample: Sample, moved: float) -> bool:
+        """Whether documents that moved a little did so because others reach them.
+
+        Experts regroup their tokens when other documents change, which rounds differently; no gradient crosses
+        there. Where no gradient can be had, more than the rounding of a few sums counts.
+        """
+        try:
+            with _leaf_embeddings(self.inner) as leaves, torch.enable_grad():
+                torch.manual_seed(0)
+                inputs = self.packed_inputs(sample, every_key=True)
+                rows, length = inputs["input_ids"].shape
+                values = _values(self.model(**inputs), rows, length)
+                assert values is not None
+            (embeddings,) = leaves
+            for parity in (0, 1):
+                seen = torch.zeros(rows, length, dtype=torch.bool, device=values.device)
+                for number, (row, place, _) in enumerate(sample.documents()):
+                    seen[row, place] = number % 2 == parity
+                weights = torch.randn(values.shape, generator=self._generator).to(values)
+                loss = (values * weights)[seen].sum()
+                (gradient,) = torch.autograd.grad(loss, embeddings, retain_graph=True)
+                if bool(gradient.view(rows, length, -1)[~seen].any()):
+                    return True
+        except Exception:
+            return moved > 64 * torch.finfo(torch.float32).eps
+        return False
+
     def holds(self, verdict: Verdict) -> bool:
         """Whether documents were kept apart and computed as alone."""
-        return verdict.raised is None and max(verdict.error, verdict.moved) <= self.tolerance
+        if verdict.raised is not None or verdict.reached:
+            return False
+        return max(verdict.error, verdict.moved) <= self.tolerance
 
 
 def contract_of(model: nn.Module) -> PackingCapabilities:
@@ -272,6 +310,22 @@ def contract_of(model: nn.Module) -> PackingCapabilities:
         UnsupportedModelError: none of the layouts carries what the model's layers need.
     """
     return get_packing_capabilities(get_model_attn_implementation(model), model)
+
+
+@contextmanager
+def _leaf_embeddings(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Make the token embeddings of one forward leaves, to ask for gradients with respect to them."""
+    leaves: list[Tensor] = []
+
+    def to_leaf(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1]
+
+    handle = model.get_input_embeddings().register_forward_hook(to_leaf)  # type: ignore[operator]
+    try:
+        yield leaves
+    finally:
+        handle.remove()
 
 
 def _every_second(parity: int) -> Callable[[int], bool]:
