@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from ..hooks.routing import asks_for_router_logits, has_router
-from .probe import Probe, Sample
+from .probe import Probe
 from .record import relative_difference
+from .samples import Sample
 
 _TAIL = 6
 

@@ -20,10 +20,11 @@ from .conditions import undisturbed
 from .long_range import RotaryTablesPerDocument, TemperatureOfLongRows
 from .mask_repairs import MarkOtherDocuments, MaskOtherDocuments, OwnAttention, takes_lazy_mask
 from .notes import BALANCE, BALANCE_NOT_ASKED_FOR, LAST_RESORT, UNSHIFTED, batch_norm_notes
-from .probe import ONE_ROW, TWO_ROWS, ForwardRaised, Probe, Verdict, contract_of
+from .probe import ONE_ROW, TWO_ROWS, ForwardRaised, Probe, contract_of
 from .record import ModuleCall
 from .repairs import RestartPositions, candidates
 from .report import IsolationReport, isolation_of
+from .samples import Verdict
 from .search import EagerSearch, Search
 
 _MOST_SEARCHES = 400

@@ -3,9 +3,8 @@
 Legend: `B` rows, `S` tokens in a row, `V` values per token.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from ..masks import masks_for
 from ..wrappers import forward_parameters, takes_any_keyword, unwrap
 from .conditions import plain_ids, under_key
 from .record import ModuleCall, Recording, relative_difference
+from .samples import Sample, Verdict, leaf_embeddings
 
 ONE_ROW = ((7, 1, 5),)
 TWO_ROWS = ((7, 4), (5, 1, 5))
@@ -27,60 +27,6 @@ TWO_ROWS = ((7, 4), (5, 1, 5))
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers that share statistics over all tokens of a batch in training mode."""
-
-
-class Sample(NamedTuple):
-    """Documents laid into rows.
-
-    Attributes:
-        rows: token ids of each document, by row.
-        document_map: int64 `[B, S]`.
-    """
-
-    rows: tuple[tuple[Tensor, ...], ...]
-    document_map: Tensor
-
-    def documents(self) -> Iterator[tuple[int, slice, Tensor]]:
-        """Walk the documents: row, place in it, token ids."""
-        for number, row in enumerate(self.rows):
-            start = 0
-            for document in row:
-                yield number, slice(start, start + len(document)), document
-                start += len(document)
-
-
-class Verdict(NamedTuple):
-    """What a packed forward did with the documents.
-
-    Attributes:
-        error: the largest difference from a document alone, relative to the largest value.
-        moved: the largest relative change of a document when the others were exchanged.
-        raised: the exception of a forward that raised, or None.
-        reached: whether what moved is more than rounding, however little it is: a gradient crosses.
-    """
-
-    error: float
-    moved: float
-    raised: Exception | None = None
-    reached: bool = False
-
-    def __str__(self) -> str:
-        if self.raised is not None:
-            return f"raises {type(self.raised).__name__}: {self.raised}"
-        return (
-            f"computes documents {self.error:.1g} away from the same documents alone, and moves them by "
-            f"{self.moved:.1g} when their neighbours change"
-            + (", with a gradient that crosses" if self.reached else "")
-        )
-
-    def or_worse(self, other: "Verdict") -> "Verdict":
-        """Combine with another verdict: the larger of each number, and the first exception."""
-        return Verdict(
-            max(self.error, other.error),
-            max(self.moved, other.moved),
-            self.raised or other.raised,
-            self.reached or other.reached,
-        )
 
 
 class ForwardRaised(Exception):
@@ -116,7 +62,8 @@ class Probe:
         self.capabilities = capabilities
         self.reads_offsets = reads_varlen_kwargs(capabilities.attention_key or "")
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.tolerance = max(1e-3, 20 * torch.finfo(dtype).eps)
+        self.eps = torch.finfo(dtype).eps
+        self.tolerance = max(1e-3, 20 * self.eps)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._ids = plain_ids(self.inner)
         self._generator = torch.Generator().manual_seed(seed)
@@ -273,10 +220,10 @@ class Probe:
         """Whether documents that moved a little did so because others reach them.
 
         Experts regroup their tokens when other documents change, which rounds differently; no gradient crosses
-        there. Where no gradient can be had, more than the rounding of a few sums counts.
+        there. Where no gradient can be had, more than the rounding of some sums counts.
         """
         try:
-            with _leaf_embeddings(self.inner) as leaves, torch.enable_grad():
+            with leaf_embeddings(self.inner) as leaves, torch.enable_grad():
                 torch.manual_seed(0)
                 inputs = self.packed_inputs(sample, every_key=True)
                 rows, length = inputs["input_ids"].shape
@@ -293,7 +240,7 @@ class Probe:
                 if bool(gradient.view(rows, length, -1)[~seen].any()):
                     return True
         except Exception:
-            return moved > 64 * torch.finfo(torch.float32).eps
+            return moved > 64 * self.eps
         return False
 
     def holds(self, verdict: Verdict) -> bool:
@@ -310,22 +257,6 @@ def contract_of(model: nn.Module) -> PackingCapabilities:
         UnsupportedModelError: none of the layouts carries what the model's layers need.
     """
     return get_packing_capabilities(get_model_attn_implementation(model), model)
-
-
-@contextmanager
-def _leaf_embeddings(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Make the token embeddings of one forward leaves, to ask for gradients with respect to them."""
-    leaves: list[Tensor] = []
-
-    def to_leaf(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        leaves.append(output.detach().requires_grad_())
-        return leaves[-1]
-
-    handle = model.get_input_embeddings().register_forward_hook(to_leaf)  # type: ignore[operator]
-    try:
-        yield leaves
-    finally:
-        handle.remove()
 
 
 def _every_second(parity: int) -> Callable[[int], bool]:

@@ -8,7 +8,7 @@ from torch import nn
 from ..contract import PackingCapabilities
 from ..wrappers import entry_module, unwrap
 from .attached import Applied, Attached
-from .probe import Verdict
+from .samples import Verdict
 
 _REGISTRY = "_neat_packing_isolation"
 

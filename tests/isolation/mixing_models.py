@@ -27,6 +27,17 @@ class RowMean(nn.Module):
         return hidden + hidden.mean(1, keepdim=True)
 
 
+class FaintMean(nn.Module):
+    """Adds so little of the row's mean that it may pass for rounding."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.share * hidden.mean(1, keepdim=True)
+
+
 class ConvolutionalHead(nn.Module):
     """A causal convolution in front of the logits."""
 
@@ -74,6 +85,13 @@ class TinyModel(nn.Module):
         if self.places is not None:
             hidden = hidden + self.places(torch.arange(hidden.shape[1]))
         return self.head(self.layer(hidden))
+
+
+class TinyModelThatShowsItsEmbeddings(TinyModel):
+    """Says where its token embeddings are, as models of transformers do."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.tokens
 
 
 def tiny(layer: nn.Module, **options: Any) -> TinyModel:

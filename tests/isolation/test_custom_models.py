@@ -6,9 +6,12 @@ import pytest
 import torch
 from isolation.mixing_models import (
     ConvolutionalHead,
+    FaintMean,
     Recurrent,
     RemembersCalls,
     RowMean,
+    TinyModel,
+    TinyModelThatShowsItsEmbeddings,
     documents,
     tiny,
     values,
@@ -60,6 +63,20 @@ def test_a_mixing_layer_is_found_by_measurement_and_isolated_bit_for_bit(layer):
     assert report.applied
     assert any(part.modules[0].startswith("layer") for part in report.applied)
     assert moved_documents(model, docs)
+
+
+@pytest.mark.parametrize(
+    ("model", "share"), [(TinyModel, 1e-4), (TinyModelThatShowsItsEmbeddings, 3e-6)]
+)
+def test_a_leak_as_faint_as_rounding_is_isolated_too(model, share):
+    """Exact zeros need no tolerance: a gradient that crosses is no rounding."""
+    torch.manual_seed(0)
+    mixing = model(FaintMean(share)).eval()
+    docs = documents(LENGTHS)
+    assert moved_documents(mixing, docs)
+    with isolate(mixing):
+        assert moved_documents(mixing, docs) == []
+    assert moved_documents(mixing, docs)
 
 
 def test_the_found_module_is_the_deepest_one():
