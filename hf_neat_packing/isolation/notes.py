@@ -22,8 +22,8 @@ BALANCE: Final = (
     "design"
 )
 BALANCE_NOT_ASKED_FOR: Final = (
-    "no balance loss of the router is asked for (`output_router_logits`); where one is, it couples documents by design: "
-    "it is taken over all tokens of a batch, padding left out"
+    "no balance loss of the router is asked for (`output_router_logits`); where one is, it couples documents by "
+    "design: it is taken over all tokens of a batch, padding left out"
 )
 UNSHIFTED: Final = (
     "the loss compares each token with its own label, not with the next one's, whatever its `loss_type` says: the "
