@@ -130,7 +130,6 @@ class ListColumn:
         rows: NDArray[np.integer[Any]],
         starts: NDArray[np.int64] | None,
         lengths: NDArray[np.integer[Any]],
-        out: NDArray[Any] | None = None,
     ) -> NDArray[Any]:
         """Lay pieces of documents end to end.
 
@@ -138,30 +137,25 @@ class ListColumn:
             rows: The table row of each piece, `[P]`.
             starts: The first token of each piece inside its document, `[P]`; None: all at 0.
             lengths: The number of tokens of each piece, `[P]`.
-            out: Where to write them, of the stored dtype and large enough; None for a new array.
 
         Returns:
-            The tokens, 1-D, in the stored dtype.
+            The tokens, 1-D and read-only, in the stored dtype.
         """
-        num_tokens = int(lengths.sum(dtype=np.int64))
-        into = None if out is None else out[:num_tokens]
-        if not len(rows):
-            return np.zeros(0, dtype=self.dtype)
+        chunks = self.locate(rows)
         if self._boolean:
             sizes = lengths.tolist()
             first = [0] * len(sizes) if starts is None else starts.tolist()
-            return np.concatenate(self.read(rows, self.locate(rows), first, sizes), out=into)
+            pieces = self.read(rows, chunks, first, sizes)
+            return np.concatenate([*pieces, np.zeros(0, dtype=np.bool_)])
         begins = self._begins[rows].astype(np.int64)
         if starts is not None:
             begins += starts
-        ends = begins + lengths
-        if len(self._values) == 1:
-            (values,) = self._values
-            pieces = [values[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
-        else:
-            parts = zip(self.locate(rows), begins.tolist(), ends.tolist(), strict=True)
-            pieces = [self._values[c][a:b] for c, a, b in parts]
-        return np.concatenate(pieces, out=into)
+        ends = (begins + lengths) * self.dtype.itemsize
+        begins *= self.dtype.itemsize
+        # Bytes are joined nearly twice as fast as arrays.
+        memory = [memoryview(values.view(np.uint8)) for values in self._values]
+        parts = zip(chunks, begins.tolist(), ends.tolist(), strict=True)
+        return np.frombuffer(b"".join([memory[c][a:b] for c, a, b in parts]), dtype=self.dtype)
 
 
 def check_list_type(name: str, kind: pa.DataType) -> None:

@@ -133,7 +133,6 @@ class DocumentTable:
         documents: NDArray[np.integer[Any]],
         starts: NDArray[np.int64] | None,
         lengths: NDArray[np.integer[Any]],
-        out: NDArray[Any] | None = None,
     ) -> pa.Array:
         """Lay pieces of one token column end to end, as one flat Arrow array `[tokens]`.
 
@@ -142,21 +141,18 @@ class DocumentTable:
             documents: The document of each piece, `[pieces]`.
             starts: The first token of each piece inside its document, `[pieces]`; None: all at 0.
             lengths: The tokens of each piece, `[pieces]`.
-            out: Memory for the tokens, which the result then shares, from `token_memory`.
         """
         rows = documents if self._rows is None else self._rows[documents]
         column = self._tokens[name]
-        tokens = column.gather(rows, starts, lengths, out)
+        tokens = column.gather(rows, starts, lengths)
         if name == "position_ids" and starts is not None and starts.any():
             # Positions restart in each piece, as they do in any document.
             ends = np.cumsum(lengths, dtype=np.int64)
             first = tokens[np.minimum(ends - lengths, len(tokens) - 1)]
-            tokens -= np.repeat(np.where(starts > 0, first, 0), lengths).astype(tokens.dtype)
+            tokens = tokens - np.repeat(np.where(starts > 0, first, 0), lengths).astype(
+                tokens.dtype
+            )
         return pa.array(tokens, type=column.value_type)
-
-    def token_memory(self, num_tokens: int) -> dict[str, NDArray[Any]]:
-        """Return memory for `num_tokens` of each token column, to be used again and again."""
-        return {n: np.empty(num_tokens, dtype=c.dtype) for n, c in self._tokens.items()}
 
     def read_stored(self, name: str, documents: NDArray[np.integer[Any]]) -> pa.Array:
         """Return one document-level value per piece as Arrow stores it, not decoded, `[pieces]`."""

@@ -31,6 +31,7 @@ class MaskedLabels:
         self.first_rows = column.first_rows
         unsigned = pa.types.is_unsigned_integer(column.value_type)
         self.value_type: pa.DataType = pa.int64() if unsigned else column.value_type
+        self._dtype = self.value_type.to_pandas_dtype()
 
     def lengths(self) -> NDArray[np.int64]:
         """Return the length in tokens of each row's document, `[R]`."""
@@ -52,9 +53,8 @@ class MaskedLabels:
         lengths: Sequence[int],
     ) -> list[NDArray[Any]]:
         """Read pieces of documents, as for `ListColumn`; these are arrays of their own."""
-        kind = self.value_type.to_pandas_dtype()
         labels = self._column.read(rows, chunks, starts, lengths)
-        pieces = [piece.astype(kind) for piece in labels]
+        pieces = [piece.astype(self._dtype) for piece in labels]
         for mask in self._masks.values():
             bits = mask.read(rows, mask.locate(rows), starts, lengths)
             for piece, trained in zip(pieces, bits, strict=True):
@@ -66,19 +66,12 @@ class MaskedLabels:
         rows: NDArray[np.integer[Any]],
         starts: NDArray[np.int64] | None,
         lengths: NDArray[np.integer[Any]],
-        out: NDArray[Any] | None = None,
     ) -> NDArray[Any]:
         """Lay pieces of documents end to end, as for `ListColumn`."""
-        labels = self._column.gather(rows, starts, lengths, out).astype(self.dtype, copy=False)
+        labels = self._column.gather(rows, starts, lengths).astype(self._dtype)
         for mask in self._masks.values():
             labels[mask.gather(rows, starts, lengths) == 0] = IGNORED
         return labels
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of a label in numpy."""
-        kind: np.dtype[Any] = np.dtype(self.value_type.to_pandas_dtype())
-        return kind
 
     def feature(self) -> "datasets.Sequence":
         """Return the `datasets` feature of the labels."""

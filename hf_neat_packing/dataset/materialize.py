@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Large enough that the work for each batch does not count, small enough to stay in the cache until
 # it is written.
-_TOKENS_PER_BATCH = 2**19
+_TOKENS_PER_BATCH = 2**18
 # What is kept in memory at most if nobody asks: a larger set is written faster than it is kept.
 _IN_MEMORY_BYTES = 2**26
 
@@ -104,7 +104,7 @@ def materialize(
     if keep_in_memory is None:
         keep_in_memory = not source.cache_files and source.data.nbytes <= _IN_MEMORY_BYTES
     if keep_in_memory:
-        batches = _batches(view, schema, num_proc, reuse_memory=False)
+        batches = _batches(view, schema, num_proc)
         table = pa.Table.from_batches(batches, schema=schema)
         return datasets.Dataset(datasets.table.InMemoryTable(table), **keywords)
     path = _folder(source) / f"packed-{fingerprint}.arrow"
@@ -114,7 +114,7 @@ def materialize(
             pa.OSFile(str(unfinished), "wb") as file,
             pa.ipc.new_stream(file, schema) as writer,
         ):
-            for batch in _batches(view, schema, num_proc, reuse_memory=True):
+            for batch in _batches(view, schema, num_proc):
                 writer.write_batch(batch)
     return datasets.Dataset(datasets.table.MemoryMappedTable.from_file(str(path)), **keywords)
 
@@ -129,7 +129,7 @@ def write_parquet(view: PackedView, path: Path, *, num_proc: int | None = None) 
     """
     schema = view.features.arrow_schema
     with _replacing(path) as unfinished, pq.ParquetWriter(unfinished, schema) as writer:
-        for batch in _batches(view, schema, num_proc, reuse_memory=True):
+        for batch in _batches(view, schema, num_proc):
             writer.write_batch(batch)
 
 
@@ -153,13 +153,8 @@ def _replacing(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def _batches(
-    view: PackedView, schema: pa.Schema, num_proc: int | None, *, reuse_memory: bool
-) -> Iterator[pa.RecordBatch]:
-    """Gather all packs in order, a bounded number of batches ahead, behind a progress bar.
-
-    With `reuse_memory` a batch is gone when the next one is asked for.
-    """
+def _batches(view: PackedView, schema: pa.Schema, num_proc: int | None) -> Iterator[pa.RecordBatch]:
+    """Gather all packs in order, a bounded number of batches ahead, behind a progress bar."""
     from datasets.utils import tqdm
 
     offsets = view.plan.offsets
@@ -167,25 +162,19 @@ def _batches(
     # A batch ends with the first pack that reaches its share of tokens.
     marks = np.arange(_TOKENS_PER_BATCH, int(tokens[-1]), _TOKENS_PER_BATCH)
     bounds = np.unique([0, *np.searchsorted(tokens, marks).tolist(), len(view)])
-    largest = int(np.diff(tokens[bounds]).max(initial=0))
     threads = max(1, num_proc or 1)
-    # One batch is being used while the others are gathered.
-    memory: list[dict[str, NDArray[Any]]] = [
-        view.documents.token_memory(largest) if reuse_memory else {}
-        for _ in range(threads + 1 if threads > 1 else 1)
-    ]
-    spans = zip(pairwise(bounds.tolist()), cycle(memory), strict=False)
+    spans = list(pairwise(bounds.tolist()))
     with tqdm(total=len(view), unit=" packs", desc="Packing") as bar:
         if threads == 1:
-            for (first, last), out in spans:
-                yield _batch(view, schema, first, last, out)
+            for first, last in spans:
+                yield _batch(view, schema, first, last)
                 bar.update(last - first)
             return
         with ThreadPoolExecutor(threads) as pool:
             waiting: deque[Future[pa.RecordBatch]] = deque()
-            for (first, last), out in spans:
-                waiting.append(pool.submit(_batch, view, schema, first, last, out))
-                if len(waiting) >= threads:
+            for first, last in spans:
+                waiting.append(pool.submit(_batch, view, schema, first, last))
+                if len(waiting) > threads:
                     yield _finish(waiting.popleft(), bar)
             while waiting:
                 yield _finish(waiting.popleft(), bar)
@@ -198,18 +187,8 @@ def _finish(future: "Future[pa.RecordBatch]", bar: Any) -> pa.RecordBatch:
     return batch
 
 
-def _batch(
-    view: PackedView, schema: pa.Schema, first: int, last: int, out: dict[str, NDArray[Any]]
-) -> pa.RecordBatch:
-    """Gather the packs `first` to `last` into one record batch of nested columns.
-
-    Args:
-        view: The view.
-        schema: Of the batch.
-        first: Index of the first pack.
-        last: One past the last.
-        out: Memory for the tokens of each column; new memory where it has none.
-    """
+def _batch(view: PackedView, schema: pa.Schema, first: int, last: int) -> pa.RecordBatch:
+    """Gather the packs `first` to `last` into one record batch of nested columns."""
     plan = view.plan
     outer: NDArray[np.int64] = plan.offsets[first : last + 1] - plan.offsets[first]
     span = slice(int(plan.offsets[first]), int(plan.offsets[last]))
@@ -220,7 +199,7 @@ def _batch(
     for field in schema:
         name = field.name
         if view.rules[name].kind == "token":
-            flat = view.documents.read_tokens(name, documents, starts, lengths, out.get(name))
+            flat = view.documents.read_tokens(name, documents, starts, lengths)
             columns.append(nest(flat, inner, outer))
         else:
             values = view.documents.read_stored(name, documents)
