@@ -8,6 +8,7 @@ before. Tokens of both are checked to be the same.
 """
 
 import argparse
+import ctypes
 import gc
 import multiprocessing
 import pickle
@@ -74,6 +75,8 @@ def peak_mb(work: Callable[[datasets.Dataset], Any], data: datasets.Dataset) -> 
 
     def child(pipe: Any) -> None:
         remove_files(work(small))  # what code and libraries need is there after this
+        pa.default_memory_pool().release_unused()
+        ctypes.CDLL(None).malloc_trim(0)  # free memory of the parent must not serve this work
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak until now
         before = resident_peak()
         result = work(data)

@@ -39,9 +39,12 @@ def plan_best_fit(lengths: IntArray, max_length: int, rng: np.random.Generator) 
         max_length: Capacity of a pack in tokens.
         rng: Shuffles the pieces and the packs.
     """
+    narrow = max_length < 2**31  # lengths share an integer with positions in `close_drafts`
+    if narrow:
+        lengths = lengths.astype(np.int32, copy=False)
     left: npt.NDArray[np.int32] = rng.permutation(len(lengths)).astype(np.int32)
     orders, counts = [], []
-    while len(left) > LAST_PIECES and max_length < 2**31:
+    while len(left) > LAST_PIECES and narrow:
         held = lengths[left]
         closed = close_drafts(held, max_length, _held_back(held, max_length, POOL_SHARE))
         orders.append(left[closed.order])

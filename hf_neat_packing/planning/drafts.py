@@ -48,12 +48,12 @@ class ClosedPacks(NamedTuple):
     """Packs that are full to a thousandth.
 
     Attributes:
-        order: int64 `[pieces]`, pack after pack, as positions among the `M`.
+        order: int32 `[pieces]`, pack after pack, as positions among the `M`.
         counts: int64 `[C]`, pieces of each pack.
         drafts: D, how many were tried.
     """
 
-    order: Int64Array
+    order: npt.NDArray[np.int32]
     counts: Int64Array
     drafts: int
 
@@ -70,7 +70,7 @@ def close_drafts(lengths: IntArray, max_length: int, pool: Int64Array) -> Closed
     near = max_length // 1000
     cut = np.ones(len(lengths), dtype=np.bool_)
     cut[pool] = False
-    stream = np.flatnonzero(cut)
+    stream = np.flatnonzero(cut).astype(np.int32)  # positions, halved: they are most of the memory
     drafts = _cut(np.cumsum(lengths[stream], dtype=np.int64), max_length)
     num_drafts = len(drafts.room)
     full = drafts.room <= near
@@ -173,15 +173,15 @@ def _others(num: int, chosen: Int64Array) -> npt.NDArray[np.bool_]:
 
 
 def _lay(
-    stream: Int64Array, packs: list[_Drafts], closers: Int64Array
-) -> tuple[Int64Array, Int64Array]:
+    stream: npt.NDArray[np.int32], packs: list[_Drafts], closers: Int64Array
+) -> tuple[npt.NDArray[np.int32], Int64Array]:
     """List the pieces of drafts, each followed by its closer where it has one (not -1)."""
     first, stop, _ = map(np.concatenate, zip(*packs, strict=True))
     has = closers >= 0
     counts = stop - first + has
     begins = np.cumsum(counts) - counts
-    source = np.arange(int(counts.sum()))
-    source += np.repeat(first - begins, counts)
+    source = np.arange(int(counts.sum()), dtype=np.int32)
+    source += np.repeat((first - begins).astype(np.int32), counts)
     order = stream.take(source, mode="clip")  # out of range only where a closer comes
     order[(begins + counts - 1)[has]] = closers[has]
     return order, counts

@@ -158,6 +158,6 @@ def shuffle_packs(packs: Packs, rng: np.random.Generator) -> Packs:
     counts = np.diff(offsets)[shuffled]
     moved = np.zeros_like(offsets)
     np.cumsum(counts, out=moved[1:])
-    source = np.arange(len(order))
-    source += np.repeat(offsets[shuffled] - moved[:-1], counts)
+    source = np.arange(len(order), dtype=np.int32)
+    source += np.repeat((offsets[shuffled] - moved[:-1]).astype(np.int32), counts)
     return Packs(order[source], lengths[source], moved)

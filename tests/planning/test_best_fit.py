@@ -21,7 +21,7 @@ def pieces(draw, least=0):
 
 
 @given(pieces(), st.integers(0, 3))
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=100)
 def test_rounds_of_drafts_place_every_piece_once_below_capacity_and_alike_each_time(drawn, seed):
     lengths, capacity = drawn
     with mock.patch.object(best_fit, "LAST_PIECES", 4):
@@ -36,7 +36,7 @@ def test_rounds_of_drafts_place_every_piece_once_below_capacity_and_alike_each_t
 
 
 @given(pieces(least=1))
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=100)
 def test_a_window_gives_packs_apart_below_capacity_and_the_oldest_piece_is_in_one(drawn):
     lengths, capacity = drawn
     with mock.patch.object(best_fit, "SMALL_WINDOW", 4):
