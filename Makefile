@@ -22,7 +22,7 @@ pytest: $(VENV)/.dev
 
 # The contract of every transformers name that is used, and exactness, on the oldest supported release.
 pytest-oldest: $(OLDEST)/.dev
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest tests/test_compat.py tests/attention tests/test_documents.py
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest -n 2 --dist loadfile -k "not inductor" tests/test_compat.py tests/attention tests/test_documents.py
 
 zoo: $(VENV)/.dev
 	$(VENV)/bin/hf-neat-packing audit --zoo
@@ -30,6 +30,9 @@ zoo: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(VENV)/bin/python benchmarks/attention.py
 	$(VENV)/bin/python benchmarks/training_step.py
+	$(VENV)/bin/python benchmarks/planning.py
+	$(VENV)/bin/python benchmarks/data.py
+	$(VENV)/bin/python benchmarks/ranks.py
 
 clean:
 	rm -rf $(VENV) $(OLDEST)
@@ -52,5 +55,5 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(OLDEST)/.dev: pyproject.toml constraints-oldest.txt | $(OLDEST)/bin/python
 	@echo "Installing the oldest supported transformers into $(OLDEST) (once) ..."
-	$(OLDEST)/bin/python -m pip install $(PIP_FLAGS) -c constraints-oldest.txt -e . accelerate pytest hypothesis
+	$(OLDEST)/bin/python -m pip install $(PIP_FLAGS) -c constraints-oldest.txt -e . accelerate pytest pytest-xdist hypothesis
 	@touch $@
