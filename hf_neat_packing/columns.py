@@ -292,7 +292,8 @@ def _token_lengths(name: str, values: Sequence[Any]) -> list[int]:
     """Return the length of each value of a token column, or name the one that has none."""
     if hasattr(values[0], "numel") and len(set(map(type, values))) == 1:
         # Tensors, whose len() is slow.
-        return [value.numel() if value.ndim == 1 else len(value) for value in values]
+        flat = {value.ndim for value in values} == {1}
+        return [value.numel() if flat else len(value) for value in values]
     try:
         return list(map(len, values))
     except TypeError:

@@ -95,10 +95,9 @@ def _are_documents(features: Sequence[Any]) -> bool:
     kinds = set(map(type, ids))
     if kinds == {list}:
         return {type(value[0]) for value in ids if value} == {int}
-    if kinds in ({np.ndarray}, {Tensor}):
-        kept = {value.dtype for value in ids}
-        return {value.ndim for value in ids} == {1} and not any(kind == np.object_ for kind in kept)
-    return False
+    if kinds not in ({np.ndarray}, {Tensor}) or {value.ndim for value in ids} != {1}:
+        return False
+    return kinds == {Tensor} or not any(value.dtype.hasobject for value in ids)
 
 
 def _is_pack(feature: Any) -> bool:
@@ -276,32 +275,26 @@ def _row_length(
 
 def _concatenate(name: str, values: list[Any]) -> NDArray[Any]:
     """Join the values of a token column; whole numbers become int64."""
-    kinds = set(map(type, values))
     if isinstance(values[0], list):
         try:
-            joined = array("q")
+            whole = array("q")
             for value in values:
-                joined.fromlist(value if isinstance(value, list) else value.tolist())
-            return np.frombuffer(joined, dtype=np.int64)
+                whole.fromlist(value if isinstance(value, list) else value.tolist())
+            return np.frombuffer(whole, dtype=np.int64)
         except TypeError:
             return np.concatenate([np.asarray(value) for value in values])
-    if kinds == {Tensor} and all(value.ndim == 1 for value in values):
-        arrays = [torch.cat(values).numpy()]
-    elif kinds == {np.ndarray}:
-        arrays = values
+    kinds = set(map(type, values))
+    if kinds == {Tensor} and {value.ndim for value in values} == {1}:
+        joined: NDArray[Any] = torch.cat(values).numpy()
     else:
-        arrays = [np.asarray(value) for value in values]
-    if arrays[0].ndim != 1:
-        raise ColumnError(
-            f"Column {name!r} of a document has shape {list(arrays[0].shape)}; a token column has one value per token, "
-            f"[tokens]. Write columns={{{name!r}: 'media'}} if it holds rows of something else."
-        )
-    joined_array = np.concatenate(arrays)
-    return (
-        joined_array.astype(np.int64, copy=False)
-        if joined_array.dtype.kind in "iub"
-        else joined_array
-    )
+        arrays = values if kinds == {np.ndarray} else [np.asarray(value) for value in values]
+        if arrays[0].ndim != 1:
+            raise ColumnError(
+                f"Column {name!r} of a document has shape {list(arrays[0].shape)}; a token column has one value per "
+                f"token, [tokens]. Write columns={{{name!r}: 'media'}} if it holds rows of something else."
+            )
+        joined = np.concatenate(arrays)
+    return joined.astype(np.int64, copy=False) if joined.dtype.kind in "iub" else joined
 
 
 def _make_labels(
