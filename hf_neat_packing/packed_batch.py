@@ -97,7 +97,7 @@ def _are_documents(features: Sequence[Any]) -> bool:
         return {type(value[0]) for value in ids if value} == {int}
     if kinds not in ({np.ndarray}, {Tensor}) or {value.ndim for value in ids} != {1}:
         return False
-    return kinds == {Tensor} or not any(value.dtype.hasobject for value in ids)
+    return kinds == {Tensor} or {value.dtype.hasobject for value in ids} == {False}
 
 
 def _is_pack(feature: Any) -> bool:

@@ -69,7 +69,7 @@ class Slots:
 
     def seq_idx(self) -> Tensor:
         """Number the segments of each row, int32 `[B, S]`; the tail follows its last document."""
-        index = self.lay((self.row_documents - 1).astype(np.int32), 0)
+        index = self.lay(np.subtract(self.row_documents, 1, dtype=np.int32, casting="unsafe"), 0)
         if not self._dense:
             for row, filled in zip(index, self._filled, strict=True):
                 row[filled:] = row[filled - 1] + 1
