@@ -11,6 +11,7 @@ Four kinds cover what people train on:
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -245,15 +246,35 @@ def describe_documents(
     return measure_documents(documents, declared)[0]
 
 
+def columns_of(documents: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]] | None:
+    """Give the values of each column in document order; None where documents differ in columns.
+
+    Args:
+        documents: At least one mapping from column to value.
+    """
+    names = list(documents[0])
+    if not names or set(map(len, documents)) != {len(names)}:
+        return None
+    try:
+        if len(names) == 1:
+            return {names[0]: [document[names[0]] for document in documents]}
+        rows = map(itemgetter(*names), documents)
+        return dict(zip(names, zip(*rows, strict=True), strict=True))
+    except KeyError:
+        return None
+
+
 def measure_documents(
     documents: Sequence[Mapping[str, Any]],
     declared: Mapping[str, ColumnRule | str] | None = None,
+    columns: Mapping[str, Sequence[Any]] | None = None,
 ) -> tuple[dict[str, ColumnRule], list[int]]:
     """Do what `describe_documents` does, and say how many tokens each document has.
 
     Args:
         documents: As for `describe_documents`.
         declared: As for `resolve_column_rules`.
+        columns: What `columns_of` gave for them, where that is known.
 
     Returns:
         The rule for each column, and the tokens of each document, on which all token columns
@@ -261,26 +282,33 @@ def measure_documents(
     """
     first = documents[0]
     rules = resolve_column_rules(first, declared)
-    names = first.keys()
-    keys = [document.keys() for document in documents]
-    if keys.count(names) < len(keys):
-        index = next(index for index, others in enumerate(keys) if others != names)
-        raise ColumnError(
-            f"Document {index} and document 0 do not have the same columns: "
-            f"{sorted(keys[index] ^ names)} is in only "
-            "one of them. Joined, the values would belong to other documents. Accepted: "
-            "documents with the same columns. Add the column to all of them or remove it."
-        )
+    columns = columns or columns_of(documents)
+    if columns is None:
+        _require_columns(documents)
+        columns = {name: [document[name] for document in documents] for name in first}
     lengths: dict[str, list[int]] = {}
     for name, rule in rules.items():
         if rule.kind == "token":
-            values = [document[name] for document in documents]
-            if all(_is_scalar(value) for value in values):
+            values = columns[name]
+            if all(map(_is_scalar, values)):
                 rules[name] = _DOCUMENT
             else:
                 lengths[name] = _token_lengths(name, values)
     check_document_lengths(lengths)
     return rules, next(iter(lengths.values()), [])
+
+
+def _require_columns(documents: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for the first document that has not the columns of document 0."""
+    names = documents[0].keys()
+    for index, document in enumerate(documents):
+        if document.keys() != names:
+            odd = sorted(document.keys() ^ names)
+            raise ColumnError(
+                f"Document {index} and document 0 do not have the same columns: {odd} is in only "
+                "one of them. Joined, the values would belong to other documents. Accepted: "
+                "documents with the same columns. Add the column to all of them or remove it."
+            )
 
 
 def _is_scalar(value: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .columns import LABEL_MASKS, ColumnRule, measure_documents
+from .columns import LABEL_MASKS, ColumnRule, columns_of, measure_documents
 from .errors import ColumnError
 from .loss_labels import IGNORE_INDEX
 from .multimodal.layout import MediaLayout
@@ -171,20 +171,27 @@ def pack_rows(
         ColumnError: a column without a rule, columns that disagree on a length, a row that does
             not fit into `row_length`, or a document that was cut inside an image.
     """
-    rows = fill_absent(rows, columns)
     documents = list(chain.from_iterable(rows))
-    rules, sizes = measure_documents(documents, columns)
+    values = columns_of(documents) if documents else None
+    if values is None or TOKEN_TYPES in values:
+        rows = fill_absent(rows, columns)
+        documents = list(chain.from_iterable(rows))
+        values = None
+    rules, sizes = measure_documents(documents, columns, values)
     num_empty = 0
     if "attention_mask" in rules or not sizes or not all(sizes):
         rows, num_empty = _without_empty([_drop_masked(row, rules) for row in rows])
         documents = list(chain.from_iterable(rows))
         sizes = [len(document["input_ids"]) for document in documents]
+        values = None
+    if values is None:
+        values = {name: [document[name] for document in documents] for name in rules}
     each = iter(sizes)
     lengths = tuple(tuple(islice(each, len(row))) for row in rows)
     width = _row_length(lengths, row_length, pad_to_multiple_of)
     slots = Slots(lengths, np.array(sizes, dtype=np.int64), width)
     flat = {
-        name: _concatenate(name, [document[name] for document in documents])
+        name: _concatenate(name, values[name])
         for name, rule in rules.items()
         if rule.kind == "token"
     }
@@ -273,7 +280,7 @@ def _row_length(
     return width if multiple is None else -(-width // multiple) * multiple
 
 
-def _concatenate(name: str, values: list[Any]) -> NDArray[Any]:
+def _concatenate(name: str, values: Sequence[Any]) -> NDArray[Any]:
     """Join the values of a token column; whole numbers become int64."""
     if isinstance(values[0], list):
         try:
@@ -285,7 +292,7 @@ def _concatenate(name: str, values: list[Any]) -> NDArray[Any]:
             return np.concatenate([np.asarray(value) for value in values])
     kinds = set(map(type, values))
     if kinds == {Tensor} and {value.ndim for value in values} == {1}:
-        joined: NDArray[Any] = torch.cat(values).numpy()
+        joined: NDArray[Any] = torch.cat(tuple(values)).numpy()
     else:
         arrays = values if kinds == {np.ndarray} else [np.asarray(value) for value in values]
         if arrays[0].ndim != 1:
