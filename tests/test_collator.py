@@ -306,6 +306,14 @@ def test_any_form_and_any_whole_number_type_of_tokens_gives_one_batch(kind, widt
     assert batch["labels"].data_ptr() != batch["input_ids"].data_ptr()
 
 
+def test_numbers_that_no_int64_holds_are_refused_and_floats_stay_floats():
+    with pytest.raises(OverflowError):
+        DataCollatorForNeatPacking()([{"input_ids": [1, 2**63]}])
+    features = [{"input_ids": [1, 2], "weight": [1, 0.5]}, {"input_ids": [3], "weight": [2]}]
+    batch = DataCollatorForNeatPacking(columns={"weight": "token"})(features)
+    assert batch["weight"].tolist() == [[1.0, 0.5, 2.0]]
+
+
 def test_a_document_of_another_form_among_the_usual_ones_is_still_looked_at():
     usual = {"input_ids": np.arange(3)}
     for odd, words in [
