@@ -56,6 +56,18 @@ def takes_any_keyword(parameters: dict[str, inspect.Parameter]) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """List the modules whose parameters `fully_shard` or FSDP has split over processes."""
+    # Where this module was never imported, nothing is sharded by it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = tuple(
+        kind
+        for name in ("FSDPModule", "FullyShardedDataParallel")
+        if (kind := getattr(fsdp, name, None)) is not None
+    )
+    return [module for module in model.modules() if isinstance(module, kinds)]
+
+
 def release_gathered_weights(model: nn.Module) -> None:
     """Let FSDP2 modules gather their weights anew at the next forward.
 
@@ -65,13 +77,9 @@ def release_gathered_weights(model: nn.Module) -> None:
     Args:
         model: the model after forwards without a backward; sharded or not, in any number of wrappers.
     """
-    # Where this module was never imported, nothing is sharded by it.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FSDPModule", None)
-    if kind is not None:
-        for module in model.modules():
-            if isinstance(module, kind):
-                module.reshard()
+    for module in sharded_modules(model):
+        if hasattr(type(module), "reshard"):
+            module.reshard()  # type: ignore[operator]
 
 
 def _inner(model: Any) -> Any:

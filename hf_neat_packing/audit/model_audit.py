@@ -10,8 +10,8 @@ from torch import nn
 from .._compat import environment
 from ..capabilities import get_model_attn_implementation
 from ..collator import DataCollatorForNeatPacking
-from ..errors import NeatPackingError
-from ..wrappers import unwrap
+from ..errors import NeatPackingError, UnsupportedModelError
+from ..wrappers import sharded_modules, unwrap
 from . import checks, isolation_checks
 from .batches import PackedInputs, random_documents, read_batch
 from .diagnosis import diagnose, labels_of_another_loss
@@ -52,7 +52,14 @@ def audit_model(
     Raises:
         BoundaryError: a batch whose documents cannot be told apart.
         NeatPackingError: what the collator refuses for this model.
+        UnsupportedModelError: a model whose parameters are split over processes.
     """
+    if sharded_modules(model):
+        raise UnsupportedModelError(
+            f"{type(unwrap(model)).__name__} is sharded (FSDP), and an audit compares gradients of whole parameters "
+            "with those of a float64 copy. Audit the model before it is sharded, in one process; "
+            "`PackingCallback` runs two documents of the sharded one when training begins."
+        )
     shifts_labels = None
     if batch is None:
         collator = DataCollatorForNeatPacking(model) if collator is None else collator

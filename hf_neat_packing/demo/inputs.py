@@ -85,9 +85,13 @@ def model_for(model: str | None, tokens: Any, tokenizer: Any, *, max_length: int
 
     Raises:
         ColumnError: If there is no such model, or the documents have tokens that it does not know.
+        UnsupportedModelError: If its class knows attention keys by a table of its own.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hf_neat_packing.attention import ATTENTION_KEY
+    from hf_neat_packing.audit.own_tables import reason_of_own_table
 
     highest = _highest_token(tokens)
     if model is None:
@@ -96,12 +100,20 @@ def model_for(model: str | None, tokens: Any, tokenizer: Any, *, max_length: int
         return small_llama(vocab_size=words, max_length=max_length, end_of_text=end, seed=seed)
     try:
         network = AutoModelForCausalLM.from_pretrained(
-            model, attn_implementation="neat_varlen", dtype=torch.float32
+            model, attn_implementation=ATTENTION_KEY, dtype=torch.float32
         )
     except OSError as error:
         raise ColumnError(
             f"No model could be loaded from {model!r}: {str(error).strip().splitlines()[0]} "
             "Accepted: a folder that `save_pretrained` wrote, or the id of a causal language model."
+        ) from error
+    except KeyError as error:
+        if error.args != (ATTENTION_KEY,):
+            raise
+        architecture = (AutoConfig.from_pretrained(model).architectures or [""])[0]
+        raise UnsupportedModelError(
+            f"{model} cannot be loaded with attn_implementation={ATTENTION_KEY!r}, which the demonstration shows: "
+            f"{reason_of_own_table(architecture, ATTENTION_KEY)}"
         ) from error
     known = network.get_input_embeddings().num_embeddings
     if highest >= known:

@@ -288,6 +288,7 @@ def test_one_launch_goes_into_the_graph_itself_where_it_computes_the_call(monkey
     batch = inputs(name, LENGTHS)
     expected = build(name, dtype=torch.float64)(**batch).logits
     model = build(name, "neat_varlen:torch_varlen", torch.float64)
+
     def refuse(*arguments):
         raise AssertionError("the opaque operator ran")
 

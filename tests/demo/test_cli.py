@@ -2,12 +2,15 @@
 
 import json
 
+import datasets
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, FalconForCausalLM
 from typer.testing import CliRunner
 
 from hf_neat_packing.cli import app
+from hf_neat_packing.demo.inputs import model_for
+from hf_neat_packing.errors import UnsupportedModelError
 from hf_neat_packing.planning import PackingReport
 
 MINIMAL = ["--max-length", "48", "--steps", "3", "--learning-rate", "0.01"]
@@ -153,6 +156,16 @@ def test_an_output_folder_with_other_files_is_refused(demo, tmp_path):
     assert result.exit_code == 1
     assert "--output FOLDER" in said(result)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+def test_a_model_with_its_own_table_of_attentions_is_named(tmp_path):
+    config = FalconConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    FalconForCausalLM(config).save_pretrained(tmp_path)
+    tokens = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]]})
+    with pytest.raises(UnsupportedModelError, match="table of its own"):
+        model_for(str(tmp_path), tokens, None, max_length=64, seed=0)
 
 
 def test_a_model_that_is_not_there_is_named(demo, tmp_path):

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from distributed_pipeline import check_pipelines
@@ -29,7 +30,7 @@ from distributed_reference import (
 from distributed_streams import check_plans, check_streams
 from sdpa_toys import Decoder, alone, make_batch
 from tiny_models import tiny_model
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -38,12 +39,14 @@ from transformers.distributed import DistributedConfig
 from hf_neat_packing import (
     DataCollatorForNeatPacking,
     PackingCallback,
+    audit_model,
     isolate,
     pack_sdpa_only_model,
 )
 from hf_neat_packing.audit import zoo
 from hf_neat_packing.dataset.packed_trainer import PackedTrainerMixin
 from hf_neat_packing.dry_run import prove_isolation
+from hf_neat_packing.errors import UnsupportedModelError
 
 FOLDER = Path(sys.argv[1])
 
@@ -128,7 +131,10 @@ def recomputing(*, reentrant):
 
 
 def after_dry_run(model):
-    """The dry run of `PackingCallback` runs forwards, which are collective in a sharded model."""
+    """The dry run of `PackingCallback` runs forwards, which are collective in a sharded model; an audit refuses it."""
+    if isinstance(model, FSDPModule):
+        with pytest.raises(UnsupportedModelError, match="is sharded"):
+            audit_model(model)
     proof = prove_isolation(model, DataCollatorForNeatPacking(model))
     assert len(proof.layers) == 2
     return model
