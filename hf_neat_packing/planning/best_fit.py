@@ -17,7 +17,7 @@ from hf_neat_packing.planning.policies import IntArray
 from hf_neat_packing.planning.pool import PoolPacker, plan_pool
 
 # So few pieces are packed one by one: a round would have too little to choose from.
-LAST_PIECES = 1500
+LAST_PIECES = 500
 # Share of the pieces that is held back to close packs with.
 POOL_SHARE = 0.15
 # Where most packs must hold a piece longer than half of them, shorter ones are scarce: from this
