@@ -19,6 +19,7 @@ lint: $(VENV)/.dev
 
 pytest: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist loadfile
+	$(VENV)/bin/pytest -q --doctest-modules hf_neat_packing
 
 # The contract of every transformers name that is used, and exactness, on the oldest supported release.
 pytest-oldest: $(OLDEST)/.dev

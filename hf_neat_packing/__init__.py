@@ -33,7 +33,7 @@ from .contract import (
 )
 from .dataset import nest_flat_packs, pack_dataset
 from .dataset.streams import pack_stream
-from .documents import get_seqlens_in_batch, get_unpad_data
+from .documents import get_seqlens_in_batch
 from .hooks.expert_load import count_expert_load
 from .hooks.sdpa import (
     attach_cp1_packed_varlen_hooks,
@@ -54,6 +54,7 @@ from .metadata import (
     flatten_packed_sequence_metadata,
 )
 from .mixins import DocumentIdsMixin, HFDispatchMixin, NativeFA4Mixin, RecurrentPackingMixin
+from .offsets import get_unpad_data
 from .padding import (
     PaddingFree,
     pack_padded,

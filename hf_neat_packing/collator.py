@@ -25,7 +25,6 @@ from .contract import (
     resolve_packing_contract,
     varlen_kwargs,
 )
-from .documents import pad_offsets
 from .errors import ColumnError, ContractError, UnsupportedModelError
 from .isolation import isolation_of
 from .isolation.long_range import require_one_rotary_table, rotary_limit
@@ -41,6 +40,7 @@ from .loss_labels import (
 from .masks import masks_for
 from .metadata import build_packed_sequence_metadata
 from .multimodal import PositionIndex, media_layout
+from .offsets import pad_offsets
 from .packed_batch import PackedBatch, pack_rows, split_packs
 from .planning import plan_packing
 from .wrappers import forward_parameters, takes_any_keyword, unwrap

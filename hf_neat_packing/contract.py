@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .attention.boundaries import DOCUMENT_MAP_KWARG, VARLEN_KWARGS
-from .documents import full_stream_cu_seqlens
 from .errors import ContractError
+from .offsets import full_stream_cu_seqlens
 
 PackedMaskType = Literal["block_causal", "document_ids", "flash_varlen"]
 """What the batch says about boundaries: a 4-D mask, the document map, or varlen offsets."""

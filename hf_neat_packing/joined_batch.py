@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .documents import full_stream_cu_seqlens, seq_idx_from_document_map
 from .errors import ColumnError
 from .membership import group_map, join_documents
+from .offsets import full_stream_cu_seqlens
 from .packed_batch import PackedBatch
+from .positions import seq_idx_from_document_map
 
 
 def join_packed_batch(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .attention.mask_entry import additive
 from .contract import LayerMask, MaskLayout, PackingCapabilities
-from .documents import binary_to_map, full_stream_cu_seqlens
+from .documents import binary_to_map
+from .offsets import full_stream_cu_seqlens
 
 # Above this row length a 4-D mask is told about: 64 MiB for each layer type at this length, in bool.
 WARN_ABOVE = 8192

@@ -22,9 +22,9 @@ from .contract import (
     PackedMaskType,
     varlen_kwargs_from_document_map,
 )
-from .documents import get_unpad_data
 from .errors import ContractError
 from .metadata import flatten_packed_sequence_metadata
+from .offsets import get_unpad_data
 
 
 class PackedDocuments(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .documents import INT32_MAX, int32_offsets
+from .offsets import INT32_MAX, int32_offsets
 
 
 class Slots:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_neat_packing.documents import full_stream_cu_seqlens, lengths_to_document_map
+from hf_neat_packing.documents import lengths_to_document_map
+from hf_neat_packing.offsets import full_stream_cu_seqlens
 
 
 def packed_inputs(lengths: list[int], *, tail: int = 0, start: int = 0) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from hf_neat_packing.documents import position_ids_from_document_map
+from hf_neat_packing.positions import position_ids_from_document_map
 
 VOCABULARY = 50
 

@@ -14,8 +14,9 @@ from transformers import DataCollatorWithFlattening, LlamaForSequenceClassificat
 
 from hf_neat_packing import DataCollatorForNeatPacking
 from hf_neat_packing.contract import PackingCapabilities
-from hf_neat_packing.documents import get_seqlens_in_batch, seq_idx_from_document_map
+from hf_neat_packing.documents import get_seqlens_in_batch
 from hf_neat_packing.errors import BoundaryError, ColumnError, ContractError
+from hf_neat_packing.positions import seq_idx_from_document_map
 
 VARLEN_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 MAIN_KEYS = {"input_ids", "labels", "position_ids", "_packed_seq_ids"}

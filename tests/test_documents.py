@@ -5,21 +5,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_neat_packing.documents import (
-    document_map_from_cu_seqlens,
-    document_map_from_position_ids,
-    full_stream_cu_seqlens,
-    get_seqlens_in_batch,
-    get_unpad_data,
-    lengths_to_cu_seqlens,
-    lengths_to_document_map,
-    position_ids_from_document_map,
-    seq_idx_from_document_map,
-)
+from hf_neat_packing.documents import get_seqlens_in_batch, lengths_to_document_map
 from hf_neat_packing.errors import BoundaryError
 from hf_neat_packing.metadata import (
     build_packed_sequence_metadata,
     flatten_packed_sequence_metadata,
+)
+from hf_neat_packing.offsets import (
+    document_map_from_cu_seqlens,
+    full_stream_cu_seqlens,
+    get_unpad_data,
+    lengths_to_cu_seqlens,
+)
+from hf_neat_packing.positions import (
+    document_map_from_position_ids,
+    position_ids_from_document_map,
+    seq_idx_from_document_map,
 )
 
 ROWS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=6), min_size=1, max_size=4)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from sdpa_toys import Decoder
 
 from hf_neat_packing.contract import PackingCapabilities
-from hf_neat_packing.documents import lengths_to_document_map, position_ids_from_document_map
+from hf_neat_packing.documents import lengths_to_document_map
 from hf_neat_packing.errors import BoundaryError, ContractError
 from hf_neat_packing.hooks.sdpa import pack_sdpa_only_model
+from hf_neat_packing.positions import position_ids_from_document_map
 from hf_neat_packing.subdocuments import (
     adapt_model_inputs,
     enable_xdoc_attention,

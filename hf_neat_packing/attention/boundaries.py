@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from .._compat import assert_on_device
-from ..documents import (
+from ..errors import BoundaryError
+from ..offsets import (
     INT32_MAX,
     check_cu_seqlens,
     full_stream_cu_seqlens,
     without_padded_offsets,
 )
-from ..errors import BoundaryError
 from .mask_entry import LazyMask, MaskRecipe
 
 VARLEN_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

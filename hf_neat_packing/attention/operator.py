@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .._compat import autograd_inside_operator
-from ..documents import without_padded_offsets
 from ..errors import UnsupportedAttentionError
+from ..offsets import without_padded_offsets
 from .boundaries import boundaries_from_map, checked_offsets
 from .inside import NO_INTERVAL, Reach, reach
 from .packed import packed_call, run_in_rows

@@ -4,8 +4,8 @@ from typing import Any, Final
 
 import torch
 
-from ..documents import full_stream_cu_seqlens
 from ..errors import BoundaryError
+from ..offsets import full_stream_cu_seqlens
 from .boundaries import DOCUMENT_MAP_KWARG, VARLEN_KWARGS
 
 # Parts of a composite config whose attention reads no text, by words in the part's name.

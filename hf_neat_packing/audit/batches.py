@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..contract import DOCUMENT_MAP_KEY, METADATA_KEYS, VARLEN_KEYS
-from ..documents import document_map_from_cu_seqlens, document_map_from_position_ids
 from ..errors import BoundaryError
 from ..loss_labels import IGNORE_INDEX
 from ..multimodal.media import TOKEN_TYPES
+from ..offsets import document_map_from_cu_seqlens
+from ..positions import document_map_from_position_ids
 from ..wrappers import unwrap
 from .media import MEDIA_COLUMNS, DocumentMedia, media_of_documents
 

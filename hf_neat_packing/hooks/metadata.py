@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..contract import DOCUMENT_MAP_KEY, METADATA_KEYS, VARLEN_KEYS, varlen_kwargs_from_document_map
-from ..documents import check_cu_seqlens, without_padded_offsets
 from ..errors import ContractError
 from ..metadata import flatten_packed_sequence_metadata
+from ..offsets import check_cu_seqlens, without_padded_offsets
 from ..wrappers import entry_module
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -15,12 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..contract import DOCUMENT_MAP_KEY, METADATA_KEYS, VARLEN_KEYS
-from ..documents import (
-    document_map_from_cu_seqlens,
-    document_map_from_position_ids,
-    full_stream_cu_seqlens,
-)
 from ..errors import BoundaryError, UnsupportedModelError
+from ..offsets import document_map_from_cu_seqlens, full_stream_cu_seqlens
+from ..positions import document_map_from_position_ids
 
 BOUNDARY_KEYS = (*VARLEN_KEYS, *METADATA_KEYS, DOCUMENT_MAP_KEY, "seq_idx")
 """Keyword arguments that say where documents begin."""

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ..capabilities import get_model_attn_implementation, get_packing_capabilities
 from ..contract import DOCUMENT_MAP_KEY, PackingCapabilities, varlen_kwargs_from_document_map
-from ..documents import position_ids_from_document_map, seq_idx_from_document_map
 from ..errors import UnsupportedModelError
 from ..layouts import reads_varlen_kwargs
 from ..masks import masks_for
+from ..positions import position_ids_from_document_map, seq_idx_from_document_map
 from ..wrappers import forward_parameters, takes_any_keyword, unwrap
 from .conditions import plain_ids, under_key
 from .record import ModuleCall, Recording, relative_difference

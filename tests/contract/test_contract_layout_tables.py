@@ -4,17 +4,14 @@ import pytest
 import torch
 
 from hf_neat_packing.contract import varlen_kwargs_from_document_map
-from hf_neat_packing.documents import (
-    full_stream_cu_seqlens,
-    get_seqlens_in_batch,
-    get_unpad_data,
-)
+from hf_neat_packing.documents import get_seqlens_in_batch
 from hf_neat_packing.errors import BoundaryError
 from hf_neat_packing.metadata import (
     PackedSequenceMetadata,
     build_packed_sequence_metadata,
     flatten_packed_sequence_metadata,
 )
+from hf_neat_packing.offsets import full_stream_cu_seqlens, get_unpad_data
 
 E1 = [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]]
 E2 = [[1, 1, 1, 1], [1, 1, 2, 2]]

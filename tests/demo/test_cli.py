@@ -171,7 +171,8 @@ def test_a_model_with_its_own_table_of_attentions_is_named(tmp_path):
 def test_a_model_that_is_not_there_is_named(demo, tmp_path):
     result = demo("--model", tmp_path / "nowhere")
     assert result.exit_code == 1
-    assert "nowhere" in said(result)
+    # A terminal breaks long paths anywhere.
+    assert "nowhere" in said(result).replace(" ", "")
 
 
 def test_control_c_ends_with_one_line(demo, monkeypatch):

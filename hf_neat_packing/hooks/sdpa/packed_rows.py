@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from ...contract import DOCUMENT_MAP_KEY, VARLEN_KEYS
-from ...documents import (
-    binary_to_map,
+from ...documents import binary_to_map, documents, host_map
+from ...errors import BoundaryError, ContractError
+from ...offsets import (
     document_map_from_cu_seqlens,
-    documents,
     full_stream_cu_seqlens,
-    host_map,
     int32_offsets,
 )
-from ...errors import BoundaryError, ContractError
 from ..metadata import is_indexed_packed_mask
 
 
