@@ -6,6 +6,7 @@ more and differentiates that, so nothing but the inputs is kept.
 Legend: see `forward`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,6 +67,17 @@ def _reach_of_interval(interval: Tensor, cu_seqlens: Tensor) -> Reach:
     return Reach(None, None, mask=block)
 
 
+# The arguments of the operator, once: torch reads them from here, not from a signature.
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens, Tensor? document_map, Tensor? interval, "
+    "Tensor? dense, Tensor? position_bias, Tensor? sinks, Tensor? indices, Tensor? seed, "
+    "SymInt? left, SymInt? right, SymInt? chunk, float? scaling, float dropout, float? softcap, str kernel"
+)
+_NUM_TENSORS = 11
+# Those that may have a gradient: query, key, value, dense mask, position bias, sinks.
+_DIFFERENTIABLE = (0, 1, 2, 6, 7, 8)
+
+
 def _compute(
     query: Tensor,
     key: Tensor,
@@ -88,8 +100,7 @@ def _compute(
 ) -> Tensor:
     """Do what the eager code does, now that there are values."""
     if cu_seqlens is not None:
-        offsets = without_padded_offsets(cu_seqlens)
-        boundaries = checked_offsets(query, offsets, None)
+        boundaries = checked_offsets(query, without_padded_offsets(cu_seqlens), None)
     else:
         assert document_map is not None
         boundaries = boundaries_from_map(query, key, document_map)
@@ -111,127 +122,68 @@ def _compute(
         return run_in_rows(call, kernel, query.shape[0])
 
 
-@torch.library.custom_op("hf_neat_packing::packed_attention", mutates_args=())
-def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor | None,
-    document_map: Tensor | None,
-    interval: Tensor | None,
-    dense: Tensor | None,
-    position_bias: Tensor | None,
-    sinks: Tensor | None,
-    indices: Tensor | None,
-    seed: Tensor | None,
-    left: int | None,
-    right: int | None,
-    chunk: int | None,
-    scaling: float | None,
-    dropout: float,
-    softcap: float | None,
-    kernel: str,
-) -> Tensor:
-    """Compute the attention of one call, `[B, S, H, V]`; arguments as in `packed_call`.
+@torch.library.custom_op(
+    "hf_neat_packing::packed_attention", mutates_args=(), schema=f"({_INPUTS}) -> Tensor"
+)
+def packed_attention(*inputs: Any) -> Tensor:
+    """Compute the attention of one call, `[B, S, H, V]`; most arguments are those of `packed_call`.
 
     Args:
-        query: `[B, H, S, D]`.
-        key: `[B, K, S, D]`.
-        value: `[B, K, S, V]`.
-        cu_seqlens: integer `[N+1]`, its end possibly padded, or None.
-        document_map: `[B, S]` where there are no offsets.
-        interval: int32 `[2, 1 or B, S]`, the first and last key that the mask of the row lets a query see.
-        dense: a mask of the whole row, `[1 or B, 1 or H, S, S]`, that is no interval.
-        position_bias: additive `[1 or B, H, S, S]`.
-        sinks: `[H]` or `[B, H, S, 1]`.
-        indices: integer `[B, S, chosen]`.
-        seed: int64 `[1]` on the host where there is dropout.
-        left: keys before the query where no mask says it.
-        right: keys after the query.
-        chunk: tokens of an attention chunk.
-        scaling: factor on the scores.
-        dropout: probability of zeroing a weight.
-        softcap: soft capping of the scores.
-        kernel: a kernel by name, or `auto`.
+        *inputs: `query` `[B, H, S, D]`; `key` `[B, K, S, D]`; `value` `[B, K, S, V]`;
+            `cu_seqlens` integer `[N+1]`, its end possibly padded, or None;
+            `document_map` `[B, S]` where there are no offsets;
+            `interval` int32 `[2, 1 or B, S]`, the first and last key that the mask of the row lets a query see;
+            `dense`, a mask of the whole row `[1 or B, 1 or H, S, S]` that is no interval;
+            `position_bias`, `sinks`, `indices`;
+            `seed` int64 `[1]` on the host where there is dropout;
+            `left`, `right`, `chunk`: what a query sees where no mask says it;
+            `scaling`, `dropout`, `softcap`, and `kernel` by name, or `auto`.
 
     Raises:
         BoundaryError: boundaries that do not describe these tokens.
         UnsupportedAttentionError: a mask that cannot be cut into documents.
     """
-    return _compute(
-        query, key, value, cu_seqlens, document_map, interval, dense, position_bias, sinks, indices, seed,
-        left, right, chunk, scaling, dropout, softcap, kernel,
-    ).contiguous()  # fmt: skip
+    return _compute(*inputs).contiguous()
 
 
 @packed_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+def _(*inputs: Any) -> Tensor:
+    query, value = inputs[0], inputs[2]
     rows, heads, size, _ = query.shape
-    return value.new_empty(rows, size, heads, value.shape[-1])
+    output: Tensor = value.new_empty(rows, size, heads, value.shape[-1])
+    return output
 
 
-@torch.library.custom_op("hf_neat_packing::packed_attention_backward", mutates_args=())
-def _packed_attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor | None,
-    document_map: Tensor | None,
-    interval: Tensor | None,
-    dense: Tensor | None,
-    position_bias: Tensor | None,
-    sinks: Tensor | None,
-    indices: Tensor | None,
-    seed: Tensor | None,
-    left: int | None,
-    right: int | None,
-    chunk: int | None,
-    scaling: float | None,
-    dropout: float,
-    softcap: float | None,
-    kernel: str,
-) -> list[Tensor]:
-    floating = [query, key, value, *_floating(dense, position_bias, sinks)]
+@torch.library.custom_op(
+    "hf_neat_packing::packed_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_INPUTS}) -> Tensor[]",
+)
+def _packed_attention_backward(grad: Tensor, *inputs: Any) -> list[Tensor]:
+    again = list(inputs)
     with autograd_inside_operator():
-        leaves = [x.detach().requires_grad_() for x in floating]
-        rest = iter(leaves[3:])
-        again = [
-            x if x is None or not x.is_floating_point() else next(rest)
-            for x in (dense, position_bias, sinks)
-        ]
-        query, key, value = leaves[:3]
-        output = _compute(
-            query, key, value, cu_seqlens, document_map, interval, again[0], again[1], again[2], indices, seed,
-            left, right, chunk, scaling, dropout, softcap, kernel,
-        )  # fmt: skip
-        grads = torch.autograd.grad(output, leaves, grad, materialize_grads=True)
+        for place in _floating(inputs):
+            again[place] = inputs[place].detach().requires_grad_()
+        leaves = [again[place] for place in _floating(inputs)]
+        grads = torch.autograd.grad(_compute(*again), leaves, grad, materialize_grads=True)
     return [x.contiguous() for x in grads]
 
 
 @_packed_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor | None,
-    document_map: Tensor | None,
-    interval: Tensor | None,
-    dense: Tensor | None,
-    position_bias: Tensor | None,
-    sinks: Tensor | None,
-    *args: Any,
-) -> list[Tensor]:
-    floating = [query, key, value, *_floating(dense, position_bias, sinks)]
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in floating]
+def _(grad: Tensor, *inputs: Any) -> list[Tensor]:
+    return [
+        torch.empty_like(inputs[place], memory_format=torch.contiguous_format)
+        for place in _floating(inputs)
+    ]
 
 
-def _floating(*tensors: Tensor | None) -> list[Tensor]:
-    return [x for x in tensors if x is not None and x.is_floating_point()]
-
-
-_NUM_TENSORS = 11
+def _floating(inputs: Sequence[Any]) -> list[int]:
+    """List the places of inputs that a gradient is computed for; a boolean mask has none."""
+    return [
+        place
+        for place in _DIFFERENTIABLE
+        if inputs[place] is not None and inputs[place].is_floating_point()
+    ]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -240,15 +192,12 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    inputs = ctx.saved_tensors
-    grads = iter(_packed_attention_backward(grad, *inputs, *ctx.options))
-    # Query, key, value, then what of dense mask, position bias and sinks is there.
-    wanted = (0, 1, 2, 6, 7, 8)
-    found = [
-        next(grads) if n in wanted and x is not None and x.is_floating_point() else None
-        for n, x in enumerate(inputs)
-    ]
-    return (*found, *(None for _ in ctx.options))
+    inputs = (*ctx.saved_tensors, *ctx.options)
+    found: list[Tensor | None] = [None] * len(inputs)
+    grads = _packed_attention_backward(grad, *inputs)
+    for place, gradient in zip(_floating(inputs), grads, strict=True):
+        found[place] = gradient
+    return tuple(found)
 
 
 packed_attention.register_autograd(_differentiate, setup_context=_save_inputs)
