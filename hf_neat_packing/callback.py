@@ -21,8 +21,8 @@ from .dry_run import (
     require_label_rule,
 )
 from .errors import ContractError
+from .features import split_packs
 from .hooks.metadata import entry_hook, rebuild_varlen_kwargs_at_model_entry
-from .packed_batch import split_packs
 from .remembered import prove_isolation_once
 from .wrappers import unwrap
 

@@ -26,6 +26,7 @@ from .contract import (
     varlen_kwargs,
 )
 from .errors import ColumnError, ContractError, UnsupportedModelError
+from .features import split_packs
 from .isolation import isolation_of
 from .isolation.long_range import require_one_rotary_table, rotary_limit
 from .joined_batch import join_packed_batch
@@ -41,7 +42,7 @@ from .masks import masks_for
 from .metadata import build_packed_sequence_metadata
 from .multimodal import PositionIndex, media_layout
 from .offsets import pad_offsets
-from .packed_batch import PackedBatch, pack_rows, split_packs
+from .packed_batch import PackedBatch, pack_rows
 from .planning import plan_packing
 from .wrappers import forward_parameters, takes_any_keyword, unwrap
 

@@ -18,13 +18,11 @@ from torch import Tensor
 
 from .columns import LABEL_MASKS, ColumnRule, columns_of, measure_documents
 from .errors import ColumnError
+from .features import Document
 from .loss_labels import IGNORE_INDEX
 from .multimodal.layout import MediaLayout
 from .multimodal.media import TOKEN_TYPES, fill_absent, join_media
 from .slots import Slots
-
-Document = Mapping[str, Any]
-"""One training example: column -> one value per token, or one value."""
 
 # Per-token columns that have done their work before the model.
 _SPENT = (*LABEL_MASKS, "attention_mask", "special_tokens_mask")
@@ -60,84 +58,6 @@ class PackedBatch:
     seq_idx: Tensor
     lengths: tuple[tuple[int, ...], ...]
     num_empty: int
-
-
-def split_packs(features: Sequence[Any]) -> tuple[list[list[Document]], bool]:
-    """Read features as rows of documents.
-
-    Args:
-        features: documents, packs (nested columns: one inner list per document) or lists of
-            documents.
-
-    Returns:
-        The documents of each feature, and whether any feature is a pack or a list.
-
-    Raises:
-        ColumnError: features without `input_ids`, or packs whose columns disagree on the number of documents.
-    """
-    if _are_documents(features):
-        return [[feature] for feature in features], False
-    rows, packs = [], False
-    for index, feature in enumerate(features):
-        pack = _is_pack(feature)
-        packs = packs or pack
-        rows.append(_documents_of(feature, index) if pack else [_document(feature, index)])
-    return rows, packs
-
-
-def _are_documents(features: Sequence[Any]) -> bool:
-    """Whether all features are documents of one usual form; False says that each is to be looked at."""
-    if set(map(type, features)) != {dict}:
-        return False
-    try:
-        ids = [feature["input_ids"] for feature in features]
-    except KeyError:
-        return False
-    kinds = set(map(type, ids))
-    if kinds == {list}:
-        return {type(value[0]) for value in ids if value} == {int}
-    if kinds not in ({np.ndarray}, {Tensor}) or {value.ndim for value in ids} != {1}:
-        return False
-    return kinds == {Tensor} or {value.dtype.hasobject for value in ids} == {False}
-
-
-def _is_pack(feature: Any) -> bool:
-    """Whether a feature holds several documents in nested columns, or is a list of documents."""
-    if isinstance(feature, (list, tuple)):
-        return True
-    ids = feature.get("input_ids") if isinstance(feature, (dict, Mapping)) else None
-    if ids is None or len(ids) == 0:
-        return False
-    if isinstance(ids, (np.ndarray, Tensor)) and ids.dtype != object:
-        return ids.ndim > 1
-    return isinstance(ids[0], (list, tuple)) or getattr(ids[0], "ndim", 0) >= 1
-
-
-def _document(feature: Any, index: int) -> Document:
-    if not isinstance(feature, (dict, Mapping)) or "input_ids" not in feature:
-        found = sorted(feature) if isinstance(feature, Mapping) else type(feature).__name__
-        raise ColumnError(
-            f"Feature {index} has no `input_ids` (found: {found}). A document is a mapping with one id per token; "
-            "tokenize the data first, and check that the Trainer did not remove the column."
-        )
-    return feature
-
-
-def _documents_of(feature: Any, index: int) -> list[Document]:
-    if isinstance(feature, (list, tuple)):
-        return [document for part in feature for document in _documents_of(part, index)]
-    if not _is_pack(feature):
-        return [_document(feature, index)]
-    count = len(feature["input_ids"])
-    for name, values in feature.items():
-        if not hasattr(values, "__len__") or isinstance(values, str) or len(values) != count:
-            raise ColumnError(
-                f"Pack {index} holds {count} documents in `input_ids` but not {count} values in column {name!r}. "
-                "In a pack every column is a list with one entry per document; pack the column too, or remove it."
-            )
-    return [
-        dict(zip(feature, values, strict=True)) for values in zip(*feature.values(), strict=True)
-    ]
 
 
 def pack_rows(
