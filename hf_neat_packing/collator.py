@@ -12,25 +12,17 @@ from typing import Any, Literal
 import torch
 
 from ._compat import DataCollatorWithFlattening
-from .capabilities import model_capabilities
 from .columns import ColumnRule
 from .contract import (
-    DEFAULT_PACKED_SEQUENCE_CONTRACT,
     DOCUMENT_MAP_KEY,
-    VARLEN_KEYS,
-    PackedMaskType,
     PackedSequenceContract,
-    PackingCapabilities,
-    as_packing_capabilities,
-    resolve_packing_contract,
     varlen_kwargs,
 )
-from .errors import ColumnError, ContractError, UnsupportedModelError
+from .errors import ColumnError, ContractError
 from .features import split_packs
 from .isolation import isolation_of
 from .isolation.long_range import require_one_rotary_table, rotary_limit
 from .joined_batch import join_packed_batch
-from .label_shift import declared_shift
 from .loss_labels import (
     IGNORE_INDEX,
     MaskTokens,
@@ -40,17 +32,12 @@ from .loss_labels import (
 )
 from .masks import masks_for
 from .metadata import build_packed_sequence_metadata
+from .model_needs import accepted_keys, label_rule, num_positions, resolve_capabilities
 from .multimodal import PositionIndex, media_layout
 from .offsets import pad_offsets
 from .packed_batch import PackedBatch, pack_rows
 from .planning import plan_packing
-from .wrappers import forward_parameters, takes_any_keyword, unwrap
-
-_VARLEN = PackingCapabilities(
-    packed_mask_type="flash_varlen",
-    attention_key="neat_varlen",
-    trace=("no model and no contract given: varlen kwargs, for `neat_varlen` and the flash keys",),
-)
+from .wrappers import unwrap
 
 
 class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[misc]
@@ -144,7 +131,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
                 f"return_flash_attn_kwargs={return_flash_attn_kwargs}, return_tensors={return_tensors!r}: a packed "
                 "row without boundaries, or without torch tensors, mixes documents. Leave both at their defaults."
             )
-        capabilities = _resolve(model, contract, attn_implementation)
+        capabilities = resolve_capabilities(model, contract, attn_implementation)
         start = (
             capabilities.position_ids_start if position_ids_start is None else position_ids_start
         )
@@ -182,11 +169,11 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
         loss = getattr(unwrap(model), "loss_type", None) if model is not None else None
         # Labels that are made for one loss decide before the model does.
         made_for = True if loss_per == "document" else shifted_labels
-        self.shifts_labels, self.label_rule = _label_rule(
+        self.shifts_labels, self.label_rule = label_rule(
             model, made_for if mask_tokens is None else False
         )
-        self.accepted_keys = _accepted_keys(model, capabilities.packed_mask_type)
-        self.num_positions = _num_positions(model, start)
+        self.accepted_keys = accepted_keys(model, capabilities.packed_mask_type)
+        self.num_positions = num_positions(model, start)
         self.loss_per = loss_per
         self.mask_tokens = mask_tokens
         require_loss_options(
@@ -308,56 +295,3 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             return varlen_kwargs(packed.cu_seqlens, packed.max_seqlen)
         width = packed.document_map.shape[1]
         return varlen_kwargs(pad_offsets(packed.cu_seqlens, self.max_documents), width)
-
-
-def _resolve(
-    model: torch.nn.Module | None,
-    contract: PackedSequenceContract | None,
-    attn_implementation: str | None,
-) -> PackingCapabilities:
-    if model is not None:
-        return model_capabilities(model)
-    if contract is None and attn_implementation is None:
-        return _VARLEN
-    given = DEFAULT_PACKED_SEQUENCE_CONTRACT if contract is None else contract
-    return as_packing_capabilities(resolve_packing_contract(given, attn_implementation))
-
-
-def _label_rule(
-    model: torch.nn.Module | None, given: bool | None
-) -> tuple[bool, Literal["given", "measured", "declared"]]:
-    """Say whether the loss shifts, and who says it; the dry run at train start measures what is declared."""
-    if given is not None:
-        return given, "given"
-    isolation = None if model is None else isolation_of(model)
-    if isolation is not None and isolation.shifts_labels is not None:
-        return isolation.shifts_labels, "measured"
-    return declared_shift(None if model is None else unwrap(model)), "declared"
-
-
-def _num_positions(model: torch.nn.Module | None, start: int) -> int | None:
-    """Read the size of a position table that does not begin at 0: it holds fewer tokens than it seems to."""
-    config = getattr(unwrap(model), "config", None) if model is not None and start else None
-    return getattr(config, "max_position_embeddings", None)
-
-
-def _accepted_keys(
-    model: torch.nn.Module | None, mask_type: PackedMaskType
-) -> frozenset[str] | None:
-    """List what a forward without `**kwargs` takes; None where it, or the hooks at its entry, take everything."""
-    if model is None or isolation_of(model) is not None:
-        return None
-    parameters = forward_parameters(unwrap(model))
-    if parameters is None or takes_any_keyword(parameters):
-        return None
-    carriers: list[tuple[str, ...]] = [(DOCUMENT_MAP_KEY,)]
-    carriers += [VARLEN_KEYS] if mask_type == "flash_varlen" else [("attention_mask",)]
-    if not any(set(keys) <= parameters.keys() for keys in carriers):
-        name = type(unwrap(model)).__name__
-        raise UnsupportedModelError(
-            f"{name}.forward takes {sorted(parameters)}: nothing that could carry the boundaries of a packed row as "
-            f"{mask_type}, so its documents would see each other. Accepted: `**kwargs`, or all of "
-            f"{' or of '.join(str(list(keys)) for keys in carriers)}. hf_neat_packing.isolate(model) may "
-            "help: its hooks take the boundaries at the model's entry."
-        )
-    return frozenset(parameters)
