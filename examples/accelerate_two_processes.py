@@ -106,6 +106,8 @@ def main():
 
     if arguments.output is not None and accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(arguments.output)
+    # Let go of the wrapped model before its processes part: freed after them, it can wait for ever.
+    model, optimizer = accelerator.free_memory(model, optimizer)
     accelerator.end_training()
 
 
