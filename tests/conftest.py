@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-
 # Files that start processes or compile: begun first, so that no worker is left alone with one at the end.
 SLOW = (
     "test_distributed.py",
