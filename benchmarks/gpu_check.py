@@ -23,6 +23,7 @@ from torch import Tensor
 from hf_neat_packing._compat import environment
 from hf_neat_packing.attention import neat_varlen_attention
 from hf_neat_packing.attention.kernels import KERNELS, VarlenCall, run
+from hf_neat_packing.audit.gpu_tables import gpu_tables
 
 from gpu_speed import measure_steps  # isort: skip  (beside this script)
 
@@ -195,43 +196,6 @@ def failures(report: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def show(report: dict[str, Any]) -> str:
-    """Write a report as Markdown."""
-    of = report["environment"]
-    lines = [
-        f"{of['device']}, torch {of['torch']}, transformers {of['transformers']}, bfloat16.",
-        "",
-    ]
-    lines += ["| kernel | shape | error / allowed | isolated |", "|---|---|---|---|"]
-    for row in report["exactness"]:
-        said = row.get("not_run") or row.get("error")
-        cells = (
-            (said, "")
-            if said
-            else (f"{row['error_of_allowed']:.2f}", "yes" if row["isolated"] else "NO")
-        )
-        lines.append(f"| {row['kernel']} | {row['shape']} | {cells[0]} | {cells[1]} |")
-    waits = report["synchronisations"]
-    lines += [
-        "",
-        f"Waits of the host inside attention: {waits.get('count', waits.get('not_run'))}.",
-        "",
-    ]
-    lines += [
-        "| tokens | way | tokens/s | of neat_varlen's time | peak GiB | loss |",
-        "|---|---|---|---|---|---|",
-    ]
-    for step in report["steps"]:
-        if "not_run" in step:
-            lines.append(f"| {step['tokens']} | {step['way']} | {step['not_run']} | | | |")
-            continue
-        lines.append(
-            f"| {step['tokens']} | {step['way']} | {step['tokens_per_second']:,.0f} | {step['ratio']:.2f} "
-            f"| {step['peak_gib']:.2f} | {step['loss']:.4f} |"
-        )
-    return "\n".join(lines)
-
-
 def in_page(page: str, tables: str) -> str:
     """Put the tables where the page says that they belong."""
     before, opening, rest = page.partition("<!-- gpu -->")
@@ -256,7 +220,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.show:
-        tables = show(json.loads(arguments.show.read_text()))
+        tables = gpu_tables(json.loads(arguments.show.read_text()))
         if arguments.readme is None:
             print(tables)
         else:
@@ -281,7 +245,7 @@ def main() -> None:
     report["failures"] = failures(report)
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(show(report))
+    print(gpu_tables(report))
     print(
         "\n".join(["", *report["failures"]])
         if report["failures"]

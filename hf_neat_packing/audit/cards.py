@@ -10,6 +10,7 @@ from typing import Any, Final
 import jinja2
 
 from .card_values import Result, card_file, card_values, index_values
+from .gpu_tables import gpu_tables
 
 CARDS: Final = Path("model_cards")
 
@@ -28,11 +29,12 @@ MOST_USED: Final = tuple(_MOST_USED.split())
 """Types whose families have a card."""
 
 
-def render_cards(results: Iterable[Result]) -> dict[str, str]:
+def render_cards(results: Iterable[Result], gpu: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Render every card and the index.
 
     Args:
         results: lines of a zoo run.
+        gpu: a report of `benchmarks/gpu_check.py`, where a card was measured.
 
     Returns:
         File name -> Markdown, `README.md` being the index.
@@ -44,21 +46,26 @@ def render_cards(results: Iterable[Result]) -> dict[str, str]:
     for family in sorted(families):
         members = [result for result in results if result["family"] == family]
         pages[card_file(family)] = _render("card.md.jinja", **card_values(family, members))
-    pages["README.md"] = _render("index.md.jinja", **index_values(results, families))
+    pages["README.md"] = _render(
+        "index.md.jinja", gpu=gpu and gpu_tables(gpu), **index_values(results, families)
+    )
     return pages
 
 
-def write_cards(results: Iterable[Result], directory: Path = CARDS) -> list[Path]:
+def write_cards(
+    results: Iterable[Result], directory: Path = CARDS, gpu: Mapping[str, Any] | None = None
+) -> list[Path]:
     """Write every card and the index; pages of families that are gone are removed.
 
     Args:
         results: lines of a zoo run.
         directory: where the pages lie.
+        gpu: as for `render_cards`.
 
     Returns:
         The files that changed.
     """
-    pages = render_cards(results)
+    pages = render_cards(results, gpu)
     changed = stale_cards(pages, directory)
     directory.mkdir(parents=True, exist_ok=True)
     for path in changed:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ..errors import NeatPackingError
 from .cards import CARDS, render_cards, stale_cards, write_cards
+from .gpu_tables import read_gpu_report
 from .loading import load_model
 from .model_audit import audit_model
 from .report import print_report, print_zoo, report_json
@@ -77,11 +78,12 @@ def card_command(
     if not lines:
         console.print(f"{results} holds no results. Make them with `hf-neat-packing audit --zoo`.")
         raise typer.Exit(2)
+    gpu = read_gpu_report()
     if not check:
-        changed = write_cards(lines, directory)
+        changed = write_cards(lines, directory, gpu)
         console.print(f"{len(changed)} page(s) written in {directory}")
         return
-    stale = stale_cards(render_cards(lines), directory)
+    stale = stale_cards(render_cards(lines, gpu), directory)
     for path in stale:
         console.print(f"stale: {path}", highlight=False, soft_wrap=True)
     if stale:

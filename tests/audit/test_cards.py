@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from hf_neat_packing.audit import assert_isolated
 from hf_neat_packing.audit.card_values import loading_snippet
 from hf_neat_packing.audit.cards import MOST_USED, render_cards, stale_cards, write_cards
+from hf_neat_packing.audit.gpu_tables import read_gpu_report
 from hf_neat_packing.audit.zoo import model_types, tiny_model
 from hf_neat_packing.audit.zoo_run import RESULTS, audit_type, read_results
 
@@ -57,7 +59,7 @@ def test_the_snippet_of_a_card_loads_a_model_that_is_exact(results, index, tmp_p
 def test_the_committed_pages_are_what_the_committed_results_say():
     results = read_results(RESULTS)
     assert results, f"{RESULTS} is missing; make it with `hf-neat-packing audit --zoo`"
-    assert stale_cards(render_cards(results)) == []
+    assert stale_cards(render_cards(results, read_gpu_report())) == []
 
 
 def test_the_committed_results_hold_the_bar():
@@ -78,3 +80,28 @@ def test_the_committed_results_hold_the_bar():
 def test_a_card_shows_no_absolute_path_or_address(results):
     for page in render_cards(results).values():
         assert not re.search(r"/(home|work|tmp)/|https?://", page)
+
+
+def test_the_index_shows_what_a_card_was_measured_to_do(results, tmp_path):
+    report = {
+        "environment": {"device": "A card", "torch": "2", "transformers": "5"},
+        "exactness": [
+            {"kernel": "auto", "shape": "window", "error_of_allowed": 0.5, "isolated": True},
+            {"kernel": "fa", "shape": "window", "not_run": "it is not installed"},
+        ],
+        "synchronisations": {"count": 0},
+        "steps": [
+            {
+                "tokens": 4096, "way": "neat_varlen", "tokens_per_second": 123456.7, "ratio": 1.0,
+                "peak_gib": 2.5, "loss": 8.3,
+            }
+        ],
+    }  # fmt: skip
+    path = tmp_path / "gpu.json"
+    assert read_gpu_report(path) is None
+    path.write_text(json.dumps(report))
+    index = render_cards(results, read_gpu_report(path))["README.md"]
+    assert "A card, torch 2, transformers 5, bfloat16." in index
+    assert "| auto | window | 0.50 | yes |" in index
+    assert "| 4096 | neat_varlen | 123,457 | 1.00 | 2.50 | 8.3000 |" in index
+    assert "On a GPU" not in render_cards(results)["README.md"]

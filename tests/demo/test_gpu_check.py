@@ -35,7 +35,7 @@ def report(scripts):
 def test_it_passes_where_everything_is_exact_and_names_what_did_not_run(scripts, report):
     check, _ = scripts
     assert check.failures(report) == []
-    page = check.show(json.loads(json.dumps(report)))
+    page = check.gpu_tables(json.loads(json.dumps(report)))
     assert "it needs CUDA tensors" in page
     assert "measured on a GPU only" in page
     ways = {step["way"]: step for step in report["steps"]}
