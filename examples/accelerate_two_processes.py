@@ -5,7 +5,7 @@
 
 Both run the same updates on the same documents. Without GPUs `--multi_gpu` starts its processes on CPUs, where
 `--cpu` would start a single one. Without --model a small Llama with random weights reads the docstrings of
-Python's builtins as bytes.
+Python's builtin types as bytes.
 
 Leave `dispatch_batches` off: it cuts and joins batches on dimension 0, and the offsets of a packed row have
 no row there (it fails, rather than mix documents). And let the sampler deal packs to the processes:
@@ -41,7 +41,10 @@ def load_model(name):
 
 def packs_of_docstrings(max_length):
     """Pack the docstrings, one token per byte."""
-    texts = [getattr(builtins, name).__doc__ or name for name in dir(builtins)]
+    found = [getattr(builtins, name) for name in dir(builtins)]
+    # Every process must find the same ones, whatever some package has put there.
+    own = [value for value in found if isinstance(value, type) and value.__module__ == "builtins"]
+    texts = [kind.__doc__ or kind.__name__ for kind in own]
     documents = datasets.Dataset.from_dict({"input_ids": [list(text.encode()) for text in texts]})
     return pack_dataset(documents, max_length=max_length, on_overlong="split")
 
