@@ -140,6 +140,32 @@ def check_same_tokens(query: Tensor, key: Tensor) -> None:
         )
 
 
+def check_same_shape(cu_q: Tensor, cu_k: Tensor) -> None:
+    """Refuse offsets of queries and keys that cannot be the same.
+
+    Raises:
+        BoundaryError: of other shapes, or no integers.
+    """
+    if cu_q.is_floating_point() or cu_q.shape != cu_k.shape:
+        raise BoundaryError(
+            f"cu_seq_lens_q and cu_seq_lens_k must be equal 1-D integer tensors of two or more offsets, got "
+            f"{list(cu_q.shape)} {cu_q.dtype} and {list(cu_k.shape)} {cu_k.dtype}."
+        )
+
+
+def describes(cu_seqlens: Tensor, num_tokens: int, longest: int) -> Tensor:
+    """Whether offsets describe the tokens of a call, without reading them: a bool on their device.
+
+    Args:
+        cu_seqlens: integer `[N+1]`; its end may be padded with repetitions of the last offset.
+        num_tokens: tokens of the flattened rows.
+        longest: what the call says of the longest document.
+    """
+    lengths = cu_seqlens.diff()
+    rises = ((lengths > 0) | (cu_seqlens[1:] == num_tokens)) & (lengths <= longest)
+    return (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens) & rises.all()
+
+
 def _from_varlen_kwargs(
     query: Tensor,
     key: Tensor,
@@ -150,11 +176,7 @@ def _from_varlen_kwargs(
 
     def check() -> Boundaries:
         check_same_tokens(query, key)
-        if cu_q.is_floating_point() or cu_q.shape != cu_k.shape:
-            raise BoundaryError(
-                f"cu_seq_lens_q and cu_seq_lens_k must be equal 1-D integer tensors of two or more offsets, got "
-                f"{list(cu_q.shape)} {cu_q.dtype} and {list(cu_k.shape)} {cu_k.dtype}."
-            )
+        check_same_shape(cu_q, cu_k)
         same = cu_k if cu_k is not cu_q else None
         found = checked_offsets(query, cu_q, (int(max_q), int(max_k)), same_as=same)
         if recipe is not None and recipe.attention_mask is not None and found.lengths is not None:
@@ -193,12 +215,13 @@ def checked_offsets(
     _check_int32_rule(num_tokens, cu_seqlens.numel() - 1, query)
     if query.device.type == "cuda" and longest is not None:
         # Reading the offsets would stall the device once a layer; the check runs there instead.
-        good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens)
-        good &= ((cu_seqlens.diff() > 0) | (cu_seqlens[1:] == num_tokens)).all()
+        good = describes(cu_seqlens, num_tokens, min(longest))
         if same_as is not None:
             good &= (cu_seqlens == same_as).all()
         assert_on_device(
-            good, f"cu_seq_lens_q must rise strictly from 0 to {num_tokens} and equal cu_seq_lens_k"
+            good,
+            f"cu_seq_lens_q must rise strictly from 0 to {num_tokens} and equal cu_seq_lens_k, and no document may be "
+            "longer than max_length_q",
         )
         cu = cu_seqlens.to(query.device, torch.int32)
         return Boundaries(cu, longest[0], None, "varlen kwargs")
@@ -248,11 +271,11 @@ def _check_int32_rule(num_tokens: int, num_documents: int, query: Tensor) -> Non
         )
 
 
-def boundaries_from_map(query: Tensor, key: Tensor, document_map: Tensor) -> Boundaries:
-    """Read the documents of a call off its document map `[B, S]`.
+def check_map_shape(query: Tensor, key: Tensor, document_map: Tensor) -> None:
+    """Refuse a document map that is not one of these tokens.
 
     Raises:
-        BoundaryError: a map of another shape, or one that is not valid.
+        BoundaryError: a map of another shape.
     """
     expected = (query.shape[0], query.shape[2])
     if tuple(document_map.shape) != expected or query.shape[2] != key.shape[2]:
@@ -261,6 +284,15 @@ def boundaries_from_map(query: Tensor, key: Tensor, document_map: Tensor) -> Bou
             f"{expected[0]} rows of {expected[1]} queries and {key.shape[2]} keys. A map that does not fit says "
             "nothing about these tokens. Give it the shape of input_ids, and pass use_cache=False."
         )
+
+
+def boundaries_from_map(query: Tensor, key: Tensor, document_map: Tensor) -> Boundaries:
+    """Read the documents of a call off its document map `[B, S]`.
+
+    Raises:
+        BoundaryError: a map of another shape, or one that is not valid.
+    """
+    check_map_shape(query, key, document_map)
     return _from_own_map(document_map, query, f"document map ({DOCUMENT_MAP_KWARG})")
 
 

@@ -189,3 +189,18 @@ def interval_of(mask: Tensor) -> Tensor:
     first, last = (torch.where(count == 0, queries, x) for x in (first, last))
     broken = (count > 0) & (count != last - first + 1)
     return torch.stack([x.masked_fill(broken, NO_INTERVAL) for x in (first, last)])
+
+
+def in_stream(interval: Tensor, num_tokens: int) -> Tensor:
+    """Count the keys of intervals in the flattened rows instead of each row.
+
+    Args:
+        interval: integer `[2, 1 or B, S]`; one row stands for all.
+        num_tokens: `B * S`.
+
+    Returns:
+        `[2, B * S]`.
+    """
+    size = interval.shape[2]
+    rows = torch.arange(num_tokens // size, device=interval.device)
+    return (interval + rows[:, None] * size).flatten(1)

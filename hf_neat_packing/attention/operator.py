@@ -14,9 +14,8 @@ from torch import Tensor
 
 from .._compat import autograd_inside_operator
 from ..errors import UnsupportedAttentionError
-from ..offsets import without_padded_offsets
 from .boundaries import boundaries_from_map, checked_offsets
-from .inside import NO_INTERVAL, Reach, reach
+from .inside import NO_INTERVAL, Reach, in_stream, reach
 from .packed import packed_call, run_in_rows
 
 
@@ -26,21 +25,15 @@ def _reach_of_interval(interval: Tensor, cu_seqlens: Tensor) -> Reach:
     Raises:
         UnsupportedAttentionError: a query whose keys are not one interval.
     """
-    rows, size = interval.shape[1:]
-    offset = torch.arange(rows)[:, None] * size
-    first, last = interval.cpu().long()
-    if bool((first == NO_INTERVAL).any()):
+    host = interval.cpu().long()
+    if bool((host == NO_INTERVAL).any()):
         raise UnsupportedAttentionError(
             "In a compiled graph, the mask of this model lets a query see keys that are not one interval of its row. "
             "It cannot be cut into documents there. Run the model without torch.compile, or load it with "
             'attn_implementation="sdpa" and the 4-D masks of DataCollatorForNeatPacking(model).'
         )
-    first, last = ((x + offset).flatten() for x in (first, last))
     cu = cu_seqlens.cpu().long()
-    if rows == 1:
-        repeats = int(cu[-1]) // size
-        shift = (torch.arange(repeats) * size).repeat_interleave(size)
-        first, last = first.repeat(repeats) + shift, last.repeat(repeats) + shift
+    first, last = in_stream(host, int(cu[-1]))
     token = torch.arange(first.numel())
     start = torch.repeat_interleave(cu[:-1], cu.diff())
     stop = torch.repeat_interleave(cu[1:], cu.diff())
@@ -100,7 +93,7 @@ def _compute(
 ) -> Tensor:
     """Do what the eager code does, now that there are values."""
     if cu_seqlens is not None:
-        boundaries = checked_offsets(query, without_padded_offsets(cu_seqlens), None)
+        boundaries = checked_offsets(query, cu_seqlens, None)
     else:
         assert document_map is not None
         boundaries = boundaries_from_map(query, key, document_map)

@@ -18,9 +18,16 @@ import torch
 from torch import Tensor
 
 from .._compat import assert_on_device
-from ..errors import BoundaryError
-from .boundaries import DOCUMENT_MAP_KWARG, Boundaries, all_varlen_kwargs, check_same_tokens
-from .inside import Reach, interval_of, reach
+from .boundaries import (
+    DOCUMENT_MAP_KWARG,
+    Boundaries,
+    all_varlen_kwargs,
+    check_map_shape,
+    check_same_shape,
+    check_same_tokens,
+    describes,
+)
+from .inside import Reach, in_stream, interval_of, reach
 from .kernels import choose_kernel
 from .mask_entry import CHUNK, LOCAL_SIZE, LazyMask
 from .operator import packed_attention
@@ -56,20 +63,13 @@ def find_traced_boundaries(
         check_same_tokens(query, key)
         cu_q, cu_k, max_q, _ = values
         if cu_k is not cu_q:
-            if cu_q.shape != cu_k.shape:
-                raise BoundaryError(
-                    "cu_seq_lens_q and cu_seq_lens_k must be equal; pass the same tensor twice."
-                )
+            check_same_shape(cu_q, cu_k)
             assert_on_device((cu_q == cu_k).all(), "cu_seq_lens_q and cu_seq_lens_k must be equal")
         return TracedBoundaries(cu_q, None, max_q)
     document_map = kwargs.get(DOCUMENT_MAP_KWARG)
     if document_map is None:
         return None
-    if tuple(document_map.shape) != (query.shape[0], query.shape[2]):
-        raise BoundaryError(
-            f"The document map `{DOCUMENT_MAP_KWARG}` has shape {list(document_map.shape)}, the attention call "
-            f"{query.shape[0]} rows of {query.shape[2]} queries. Give it the shape of input_ids, and use_cache=False."
-        )
+    check_map_shape(query, key, document_map)
     return TracedBoundaries(None, document_map, query.shape[2])
 
 
@@ -112,7 +112,7 @@ def traced_attention(
             found = Boundaries(cu, boundaries.max_seqlen, None, "varlen kwargs")
             call = packed_call(query, key, value, found, plain, **options)
             if choose_kernel(call, kernel).name == "torch_varlen":
-                _assert_described(cu, found.max_seqlen, plain, interval)
+                _assert_described(cu, call.query.shape[0], found.max_seqlen, plain, interval)
                 return run_in_rows(call, kernel, query.shape[0])
     # Drawn in the graph, so that the second computation drops the same weights.
     seed = torch.randint(2**62, (1,), device="cpu") if dropout > 0 else None
@@ -127,14 +127,13 @@ def _read_mask(
     attention_mask: Tensor | None, causal: bool, sliding_window: int | None
 ) -> tuple[Reach, Tensor | None]:
     """Say what a query sees inside its document; where only a mask tells, the mask."""
-    if attention_mask is None:
-        return reach(None, causal, sliding_window), None
     if isinstance(attention_mask, LazyMask):
         # Only the layer is compiled: the mask was described before, outside the graph.
-        pattern = attention_mask.recipe.pattern
-        if pattern is not None:
-            return Reach(pattern.left, pattern.right, pattern.chunk), None
+        if attention_mask.recipe.pattern is not None:
+            return reach(attention_mask, causal, sliding_window), None
         attention_mask = attention_mask.recipe.dense()
+    if attention_mask is None:
+        return reach(None, causal, sliding_window), None
     chunk = getattr(attention_mask, CHUNK, None)
     if chunk is not None:
         return Reach(None, 0, chunk), None
@@ -142,17 +141,16 @@ def _read_mask(
 
 
 def _assert_described(
-    cu_seqlens: Tensor, max_seqlen: int, plain: Reach, interval: Tensor | None
+    cu_seqlens: Tensor, num_tokens: int, max_seqlen: int, plain: Reach, interval: Tensor | None
 ) -> None:
     """Check on the device what the graph has taken for granted: the offsets, and the window of the mask."""
-    lengths = cu_seqlens.diff()
     assert_on_device(
-        (cu_seqlens[0] == 0) & (lengths >= 0).all() & (lengths <= max_seqlen).all(),
-        "cu_seq_lens_q must rise from 0, and no document may be longer than max_length_q",
+        describes(cu_seqlens, num_tokens, max_seqlen),
+        "cu_seq_lens_q must rise strictly from 0 to the number of tokens, and no document be longer than max_length_q",
     )
     if interval is None:
         return
-    token = torch.arange(interval[0].numel(), device=cu_seqlens.device)
+    token = torch.arange(num_tokens, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens, token, right=True)
     start, stop = cu_seqlens[document - 1], cu_seqlens[document]
     first, last = start, stop - 1
@@ -160,8 +158,7 @@ def _assert_described(
         first = torch.maximum(first, token - plain.left)
     if plain.right is not None:
         last = torch.minimum(last, token + plain.right)
-    row = torch.arange(interval.shape[1], device=token.device)[:, None] * interval.shape[2]
-    lowest, highest = ((x + row).flatten() for x in interval)
+    lowest, highest = in_stream(interval, num_tokens)
     # A mask that transformers made without the boundaries sees more; nothing outside a document counts.
     same = (torch.maximum(lowest, start) == first) & (torch.minimum(highest, stop - 1) == last)
     assert_on_device(

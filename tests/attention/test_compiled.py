@@ -304,11 +304,13 @@ def test_a_window_that_is_not_the_masks_aborts_the_graph():
     causal = torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()
     cu = packed_inputs(LENGTHS)["cu_seq_lens_q"]
     plain = traced.Reach(None, 0)
-    traced._assert_described(cu, 7, plain, interval_of(causal))
+    traced._assert_described(cu, 16, 7, plain, interval_of(causal))
     with pytest.raises(RuntimeError, match="other keys than the window"):
-        traced._assert_described(cu, 7, traced.Reach(2, 0), interval_of(causal))
+        traced._assert_described(cu, 16, 7, traced.Reach(2, 0), interval_of(causal))
+    with pytest.raises(RuntimeError, match="from 0 to the number of tokens"):
+        traced._assert_described(cu, 17, 7, plain, None)
     with pytest.raises(RuntimeError, match="longer than max_length_q"):
-        traced._assert_described(cu, 6, plain, None)
+        traced._assert_described(cu, 16, 6, plain, None)
 
 
 def test_documents_without_a_token_at_the_end_of_the_offsets_change_nothing():
@@ -320,3 +322,17 @@ def test_documents_without_a_token_at_the_end_of_the_offsets_change_nothing():
     call = VarlenCall(*(x[0].transpose(0, 1) for x in qkv(LENGTHS)), cu, 7, None)
     assert call.host_lengths() == tuple(LENGTHS)
     assert sdpa.attention(call).shape == (16, 4, 6)
+
+
+def test_one_mask_stands_for_all_rows_of_a_batch():
+    causal = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    offsets = packed_inputs([3, 5, 1, 7])["cu_seq_lens_q"]
+    traced._assert_described(offsets, 16, 7, traced.Reach(None, 0), interval_of(causal))
+    query, key, value = (x[0].unflatten(1, (2, 8)).transpose(0, 1) for x in qkv(LENGTHS))
+    rows = operator.packed_attention(
+        *call_operator((query, key, value), LENGTHS, interval=interval_of(causal))
+    )
+    stream = operator.packed_attention(*call_operator(qkv(LENGTHS), LENGTHS))
+    assert torch.allclose(rows.flatten(0, 1), stream[0])
+    with pytest.raises(RuntimeError, match="other keys than the window"):
+        traced._assert_described(offsets, 16, 7, traced.Reach(2, 0), interval_of(causal))
