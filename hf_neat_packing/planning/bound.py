@@ -11,6 +11,11 @@ from hf_neat_packing.planning.policies import IntArray, Lengths, as_lengths
 
 Int64Array = npt.NDArray[np.int64]
 
+# Pieces counted at a time: counting reads them more than once, and copies them if they are int32.
+COUNT_BLOCK = 2**16
+# Entries of a table of counts per piece, from which on sorting the pieces is quicker.
+TABLE_SHARE = 4
+
 
 class LengthClasses(NamedTuple):
     """The distinct lengths, longest first, and how many pieces have each.
@@ -24,18 +29,22 @@ class LengthClasses(NamedTuple):
     counts: Int64Array
 
 
-def length_classes(lengths: IntArray) -> LengthClasses:
+def length_classes(lengths: IntArray, most: int) -> LengthClasses:
     """Count the distinct lengths, longest first.
 
     Args:
         lengths: int32 or int64 `[pieces]`, none negative.
+        most: A length that none exceeds, such as the capacity of a pack.
     """
-    if len(lengths) and int(lengths.max()) <= 4 * len(lengths) + 2**18:
-        table = np.bincount(lengths)
-        distinct = np.flatnonzero(table)[::-1]
-        return LengthClasses(distinct, table[distinct])
-    distinct, counts = np.unique(lengths, return_counts=True)
-    return LengthClasses(distinct[::-1].astype(np.int64), counts[::-1].astype(np.int64))
+    if most > TABLE_SHARE * len(lengths):
+        distinct, counts = np.unique(lengths, return_counts=True)
+        return LengthClasses(distinct[::-1].astype(np.int64), counts[::-1].astype(np.int64))
+    table = np.zeros(most + 1, dtype=np.int64)
+    block = max(COUNT_BLOCK, most)
+    for start in range(0, len(lengths), block):
+        table += np.bincount(lengths[start : start + block], minlength=len(table))
+    distinct = np.flatnonzero(table)[::-1]
+    return LengthClasses(distinct, table[distinct])
 
 
 def lower_bound(lengths: Lengths, max_length: int) -> int:
@@ -58,13 +67,13 @@ def lower_bound(lengths: Lengths, max_length: int) -> int:
     """
     array = as_lengths(lengths)
     capacity = as_capacity(max_length)
-    classes = length_classes(array)
-    if len(array) and int(classes.lengths[0]) > capacity:
+    longest = int(array.max(initial=0))
+    if longest > capacity:
         raise PlanningError(
-            f"the longest document has {int(classes.lengths[0])} tokens and max_length is "
-            f"{capacity}; the bound is defined for documents that fit in a pack."
+            f"the longest document has {longest} tokens and max_length is {capacity}; the bound "
+            "is defined for documents that fit in a pack."
         )
-    return classes_lower_bound(classes, capacity)
+    return classes_lower_bound(length_classes(array, longest), capacity)
 
 
 def as_capacity(max_length: int) -> int:

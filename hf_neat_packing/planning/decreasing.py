@@ -36,7 +36,9 @@ def plan_decreasing(lengths: IntArray, max_length: int, rng: np.random.Generator
     if not len(lengths):
         empty = np.zeros(0, dtype=np.int32)
         return Packs(empty, empty, np.zeros(1, dtype=np.int64))
-    return expand(decreasing_runs(length_classes(lengths), max_length), lengths, rng)
+    classes = length_classes(lengths, max_length)
+    runs = decreasing_runs(classes, max_length)
+    return expand(runs, lengths, rng, longest=int(classes.lengths[0]))
 
 
 def decreasing_runs(classes: LengthClasses, max_length: int) -> Runs:

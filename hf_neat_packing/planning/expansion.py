@@ -43,7 +43,9 @@ class Packs(NamedTuple):
     offsets: Int64Array
 
 
-def expand(runs: Runs, lengths: IntArray, rng: np.random.Generator | None) -> Packs:
+def expand(
+    runs: Runs, lengths: IntArray, rng: np.random.Generator | None, *, longest: int
+) -> Packs:
     """Write every piece into its pack.
 
     Args:
@@ -51,38 +53,54 @@ def expand(runs: Runs, lengths: IntArray, rng: np.random.Generator | None) -> Pa
         lengths: int32 or int64 `[pieces]`, at least one, in order of arrival; pieces of equal
             length are placed in this order.
         rng: Shuffles the packs; None leaves them as they were opened.
+        longest: The largest of `lengths`.
     """
     pack_start, offsets = _pack_starts(runs, rng)
-    wide = int(lengths.max()) >= 2**31
-    keys = _sorted_keys(lengths, wide)
+    wide = longest >= 2**31
+    keys = _ranked_keys(lengths) if wide else _keys(lengths, longest)
+    keys.sort()
     placed = np.empty_like(keys)
     for start, stop, destination in _destinations(runs.table, pack_start):
         placed[destination] = keys[start:stop]
     del keys
-    order = placed.astype(np.int32)  # the low half
     if wide:
+        order = placed.astype(np.int32)  # the low half
         return Packs(order, lengths[order], offsets)
-    placed >>= 32
-    return Packs(
-        order, np.subtract(lengths.max(), placed, dtype=np.int32, casting="unsafe"), offsets
-    )
+    order, held = _split_keys(placed, longest)
+    return Packs(order, held, offsets)
 
 
-def _sorted_keys(lengths: IntArray, wide: bool) -> Int64Array:
-    """Sort pieces by decreasing length, then position; the low 32 bits are the position.
+def _keys(lengths: IntArray, longest: int) -> Int64Array:
+    """Give pieces keys that sort by decreasing length, then position.
 
-    The high 32 bits are the length, taken from the longest, or its rank where it needs more bits.
+    The high 32 bits are what the length falls short of the longest, the low ones the position.
     Sorting such keys is much faster than an indirect sort, and brings the lengths along.
     """
-    if wide:
-        distinct, rank = np.unique(lengths, return_inverse=True)
-        keys = len(distinct) - rank.astype(np.int64)
-    else:
-        keys = np.subtract(lengths.max(), lengths, dtype=np.int64)
-    keys <<= 32
-    keys |= np.arange(len(keys), dtype=np.int32)
-    keys.sort()
+    keys = np.empty(len(lengths), dtype=np.int64)
+    for start in range(0, len(keys), BLOCK):
+        part = keys[start : start + BLOCK]
+        np.subtract(longest, lengths[start : start + BLOCK], out=part)
+        part <<= 32
+        part |= np.arange(start, start + len(part))
     return keys
+
+
+def _ranked_keys(lengths: IntArray) -> Int64Array:
+    """Do what `_keys` does for lengths that need more bits, with their rank."""
+    distinct, rank = np.unique(lengths, return_inverse=True)
+    return _keys(rank, len(distinct))
+
+
+def _split_keys(keys: Int64Array, longest: int) -> tuple[npt.NDArray[np.int32], IntArray]:
+    """Take positions and lengths out of the keys of `_keys`."""
+    order = np.empty(len(keys), dtype=np.int32)
+    lengths = np.empty_like(order)
+    for start in range(0, len(keys), BLOCK):
+        part = keys[start : start + BLOCK]
+        block = slice(start, start + len(part))
+        order[block] = part  # the low half
+        np.subtract(longest, part >> 32, out=lengths[block], casting="unsafe")
+    return order, lengths
 
 
 def _pack_starts(runs: Runs, rng: np.random.Generator | None) -> tuple[Int64Array, Int64Array]:
@@ -91,14 +109,14 @@ def _pack_starts(runs: Runs, rng: np.random.Generator | None) -> tuple[Int64Arra
     steps = np.zeros(runs.num_packs + 1, dtype=np.int64)
     np.add.at(steps, pack, each)
     np.subtract.at(steps, pack + packs, each)
-    counts = np.cumsum(steps[:-1])
+    counts = np.cumsum(steps[:-1], out=steps[:-1])
     offsets = np.zeros(runs.num_packs + 1, dtype=np.int64)
     if rng is None:
         np.cumsum(counts, out=offsets[1:])
         return offsets[:-1], offsets
     shuffled = rng.permutation(runs.num_packs)
-    np.cumsum(counts[shuffled], out=offsets[1:])
-    starts = np.empty(runs.num_packs, dtype=np.int64)
+    np.cumsum(counts.take(shuffled), out=offsets[1:])
+    starts = counts  # its memory, which is in cache
     starts[shuffled] = offsets[:-1]
     return starts, offsets
 

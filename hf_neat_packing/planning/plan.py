@@ -92,7 +92,8 @@ class PackingPlan:
     @cached_property
     def lower_bound(self) -> int:
         """A number of packs that no plan of these pieces can go below."""
-        return classes_lower_bound(length_classes(self.lengths), self.max_length)
+        classes = length_classes(self.lengths, self.max_length)
+        return classes_lower_bound(classes, self.max_length)
 
     @property
     def split_documents(self) -> frozenset[int]:

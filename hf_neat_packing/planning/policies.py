@@ -21,6 +21,9 @@ Lengths = Sequence[int] | IntArray
 
 MAX_DOCUMENTS = 2**31 - 1
 
+# Documents looked at a time, so that they stay in cache for all that is asked of them.
+BLOCK = 2**16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Accounting:
@@ -147,8 +150,8 @@ def apply_policies(
     """
     if not len(lengths):
         return Pieces(lengths, None, None), Accounting(documents=0, tokens=0)
-    shortest, longest = int(lengths.min()), int(lengths.max())
-    total = {"documents": len(lengths), "tokens": _exact_sum(lengths), "longest": longest}
+    shortest, longest, tokens = _extent(lengths)
+    total = {"documents": len(lengths), "tokens": tokens, "longest": longest}
     if shortest >= max(1, min_length) and longest <= max_length:
         return Pieces(lengths, None, None), Accounting(**total)
     empty = lengths == 0
@@ -204,6 +207,14 @@ def _split(lengths: IntArray, documents: npt.NDArray[np.int32], max_length: int)
     starts = (np.arange(len(source), dtype=np.int64) - first[source]) * max_length
     pieces = np.minimum(lengths[source] - starts, max_length)
     return Pieces(pieces, documents[source], starts)
+
+
+def _extent(lengths: IntArray) -> tuple[int, int, int]:
+    """Find the shortest, the longest and the sum in one pass over memory."""
+    blocks = [lengths[start : start + BLOCK] for start in range(0, len(lengths), BLOCK)]
+    parts = [(int(block.min()), int(block.max()), _exact_sum(block)) for block in blocks]
+    shortest, longest, tokens = zip(*parts, strict=True)
+    return min(shortest), max(longest), sum(tokens)
 
 
 def _exact_sum(lengths: IntArray) -> int:
