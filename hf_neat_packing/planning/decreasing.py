@@ -6,11 +6,15 @@ so their cost grows with the number of distinct lengths and not with the number 
 """
 
 from bisect import bisect_left, insort
-from itertools import chain
 
 import numpy as np
 
-from hf_neat_packing.planning.bound import LengthClasses, classes_lower_bound, length_classes
+from hf_neat_packing.planning.bound import (
+    Int64Array,
+    LengthClasses,
+    classes_lower_bound,
+    length_classes,
+)
 from hf_neat_packing.planning.exact_fill import exact_fill
 from hf_neat_packing.planning.expansion import Packs, Runs, expand
 from hf_neat_packing.planning.policies import IntArray
@@ -20,7 +24,6 @@ from hf_neat_packing.planning.policies import IntArray
 FILL_WORK_LIMIT = 2**33
 
 Group = tuple[int, int, int]  # first pack, number of packs, documents in each
-Run = tuple[int, int, int, int]  # a row of `Runs.table`
 
 
 def plan_decreasing(lengths: IntArray, max_length: int, rng: np.random.Generator | None) -> Packs:
@@ -64,65 +67,57 @@ def best_fit_decreasing(classes: LengthClasses, max_length: int) -> Runs:
         classes: Lengths of at least 1.
         max_length: Capacity of a pack in tokens.
     """
-    groups: dict[int, list[Group]] = {}  # by the room in their packs
-    rooms: list[int] = []  # the keys of `groups`, sorted
-    runs: list[Run] = []
-    num_packs = 0
     shortest = int(classes.lengths[-1])
-    for length, count in zip(classes.lengths.tolist(), classes.counts.tolist(), strict=True):
-        changed: list[tuple[int, Group]] = []  # kept aside: too tight for this class, not the next
+    table, groups = _one_a_pack(classes, max_length, shortest)
+    rooms = list(groups)  # sorted
+    num_packs = int(table[:, 1].sum())
+    runs: list[int] = []  # rows of the table, end to end
+    lengths, counts = (column[len(table) :].tolist() for column in classes)
+    for length, count in zip(lengths, counts, strict=True):
         at = bisect_left(rooms, length)
-        while count and at < len(rooms):
-            room = rooms[at]
-            group = groups[room]
-            count = _fill_group(group, room, length, count, runs, changed)
-            if not group:
-                del groups[room], rooms[at]
-        if count:
-            new: list[Group] = [(num_packs, -(-count // (max_length // length)), 0)]
-            num_packs += new[0][1]
-            _fill_group(new, max_length, length, count, runs, changed)
-        for room, state in changed:
-            if room >= shortest:
-                known = groups.get(room)
-                if known is None:
-                    groups[room] = [state]
-                    insort(rooms, room)
+        while count:
+            if at < len(rooms):
+                room = rooms[at]
+                group = groups[room]
+            else:
+                room, group = max_length, [(num_packs, -(-count // (max_length // length)), 0)]
+                num_packs += group[0][1]
+            most = room // length
+            while group and count:
+                pack, packs, held = group.pop()
+                each = most if count >= most else count
+                full = count // each
+                if full < packs:
+                    group.append((pack + full, packs - full, held))
                 else:
-                    known.append(state)
-    table = np.fromiter(chain.from_iterable(runs), dtype=np.int64, count=4 * len(runs))
-    return Runs(table.reshape(-1, 4), num_packs)
+                    full = packs
+                runs += (pack, full, each, held)
+                count -= full * each
+                left = room - each * length
+                if left in groups:
+                    groups[left].append((pack, full, held + each))
+                elif left >= shortest:
+                    groups[left] = [(pack, full, held + each)]
+                    insort(rooms, left)
+                    at += 1  # it is below `room`
+            if not group and at < len(rooms):
+                del groups[room], rooms[at]
+    return Runs(np.concatenate([table, np.array(runs, dtype=np.int64).reshape(-1, 4)]), num_packs)
 
 
-def _fill_group(
-    group: list[Group],
-    room: int,
-    length: int,
-    count: int,
-    runs: list[Run],
-    changed: list[tuple[int, Group]],
-) -> int:
-    """Place up to `count` documents into packs with `room`; return how many are left."""
-    each = room // length
-    left = room - each * length
-    while group:
-        pack, packs, held = group.pop()
-        if count >= each * packs:
-            runs.append((pack, packs, each, held))
-            changed.append((left, (pack, packs, held + each)))
-            count -= each * packs
-            if count:
-                continue
-            return 0
-        full, rest = divmod(count, each)
-        if full:
-            runs.append((pack, full, each, held))
-            changed.append((left, (pack, full, held + each)))
-        if rest:
-            runs.append((pack + full, 1, rest, held))
-            changed.append((room - rest * length, (pack + full, 1, held + rest)))
-            full += 1
-        if full < packs:
-            group.append((pack + full, packs - full, held))
-        return 0
-    return count
+def _one_a_pack(
+    classes: LengthClasses, max_length: int, shortest: int
+) -> tuple[Int64Array, dict[int, list[Group]]]:
+    """Open a pack for every document longer than half of one.
+
+    Returns:
+        Their rows of `Runs.table`, and the packs that have room for `shortest`, by room, ascending.
+    """
+    many = int(np.searchsorted(-classes.lengths, -(max_length // 2)))
+    lengths, counts = classes.lengths[:many], classes.counts[:many]
+    first = np.cumsum(counts) - counts
+    table = np.stack([first, counts, np.ones_like(first), np.zeros_like(first)], axis=1)
+    rooms = max_length - lengths
+    useful = rooms >= shortest
+    columns = (column[useful].tolist() for column in (rooms, first, counts))
+    return table, {room: [(pack, packs, 1)] for room, pack, packs in zip(*columns, strict=True)}
