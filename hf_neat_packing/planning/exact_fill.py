@@ -93,12 +93,12 @@ def _pattern_runs(patterns: list[tuple[int, Pattern]], classes: LengthClasses) -
     """Number the packs of the patterns and list their placements by decreasing length."""
     first = (np.cumsum(classes.counts) - classes.counts).tolist()
     position = dict(zip(classes.lengths.tolist(), first, strict=True))
-    rows: list[tuple[int, int, int, int, int]] = []
+    rows: list[int] = []  # position in the order and a row of the table, end to end
     num_packs = 0
     for times, pattern in patterns:
         slot = 0
         for length, each in pattern.items():
-            rows.append((position[length], num_packs, times, each, slot))
+            rows += (position[length], num_packs, times, each, slot)
             position[length] += times * each
             slot += each
         num_packs += times
