@@ -8,6 +8,8 @@ Symbols: `R` rows of the table, `C` chunks of a column, `P` pieces asked for.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from hf_neat_packing.errors import ColumnError
+
+# Joined bytes that are still in the cache when they are laid into their array.
+_BLOCK_BYTES = 2**20
 
 
 class ListColumn:
@@ -52,9 +57,12 @@ class ListColumn:
         self.num_rows = first_rows.pop()
         self.first_rows = tuple(first_rows)
         self._chunk_starts = np.array(first_rows, dtype=np.int64)
-        # A few bytes per row, for one look-up per pack instead of one per document.
+
+    @cached_property
+    def _begins(self) -> NDArray[Any]:
+        """A few bytes per row, for one look-up per pack instead of one per document."""
         begins = [offsets[:-1] for offsets in self._offsets]
-        self._begins = begins[0] if len(begins) == 1 else _join(begins)
+        return begins[0] if len(begins) == 1 else _join(begins)
 
     def _open_chunk(self, chunk: pa.Array, first_row: int) -> tuple[Any, NDArray[Any]]:
         """Return a chunk's flat values and the offsets `[rows + 1]` into them."""
@@ -125,6 +133,11 @@ class ListColumn:
             ]
         return [values[c][(first := b + s) : first + n] for c, b, s, n in pieces]
 
+    @cached_property
+    def _memory(self) -> list[memoryview]:
+        """The bytes of each chunk's values; a set on disk has a hundred chunks and more."""
+        return [memoryview(values.view(np.uint8)) for values in self._values]
+
     def gather(
         self,
         rows: NDArray[np.integer[Any]],
@@ -150,12 +163,23 @@ class ListColumn:
         begins = self._begins[rows].astype(np.int64)
         if starts is not None:
             begins += starts
-        ends = (begins + lengths) * self.dtype.itemsize
-        begins *= self.dtype.itemsize
-        # Bytes are joined nearly twice as fast as arrays.
-        memory = [memoryview(values.view(np.uint8)) for values in self._values]
-        parts = zip(chunks, begins.tolist(), ends.tolist(), strict=True)
-        return np.frombuffer(b"".join([memory[c][a:b] for c, a, b in parts]), dtype=self.dtype)
+        size = self.dtype.itemsize
+        ends = (begins + lengths) * size
+        begins *= size
+        offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))) * size
+        tokens = np.empty(int(offsets[-1]), dtype=np.uint8)
+        marks = np.arange(_BLOCK_BYTES, len(tokens), _BLOCK_BYTES)
+        bounds = np.unique([0, *np.searchsorted(offsets, marks).tolist(), len(rows)]).tolist()
+        for a, b in pairwise(bounds):
+            block = self._join(chunks[a:b], begins[a:b].tolist(), ends[a:b].tolist())
+            tokens[offsets[a] : offsets[b]] = np.frombuffer(block, dtype=np.uint8)
+        return tokens.view(self.dtype)
+
+    def _join(self, chunks: Sequence[int], begins: list[int], ends: list[int]) -> bytes:
+        """Lay bytes of chunks end to end, which is nearly twice as fast as with arrays."""
+        memory = self._memory
+        parts = zip(chunks, begins, ends, strict=True)
+        return b"".join([memory[c][a:b] for c, a, b in parts])
 
 
 def check_list_type(name: str, kind: pa.DataType) -> None:

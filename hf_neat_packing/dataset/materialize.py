@@ -22,9 +22,9 @@ from hf_neat_packing.planning import PackingPlan
 if TYPE_CHECKING:
     import datasets
 
-# Large enough that the work for each batch does not count, small enough to stay in the cache until
-# it is written.
-_TOKENS_PER_BATCH = 2**18
+# An int32 column of this many tokens is as large as an array must be for numpy to ask for huge pages:
+# filling it is three times quicker than in small ones, and a few of them are little memory.
+_TOKENS_PER_BATCH = 2**20
 # What is kept in memory at most if nobody asks: a larger set is written faster than it is kept.
 _IN_MEMORY_BYTES = 2**26
 
