@@ -26,7 +26,8 @@ from hf_neat_packing import DataCollatorForNeatPacking
 from hf_neat_packing.documents import lengths_to_document_map
 from hf_neat_packing.masks import block_mask
 
-ROUNDS = 9
+BATCH_ROUNDS = 31
+MASK_ROUNDS = 9
 COMPARED = ("input_ids", "labels", "position_ids", "seq_idx", "cu_seq_lens_q")
 
 
@@ -56,10 +57,10 @@ def make_features(lengths: np.ndarray) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def medians(works: list[Callable[[], Any]], calls: int) -> list[float]:
+def medians(works: list[Callable[[], Any]], *, rounds: int, calls: int) -> list[float]:
     """Return the median time of one call of each, in milliseconds, from alternating rounds."""
     times: list[list[float]] = [[] for _ in works]
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for work, found in zip(works, times, strict=True):
             for _ in range(calls):
                 start = time.perf_counter()
@@ -81,7 +82,7 @@ def compare_collators(lengths: np.ndarray) -> None:
         for name in COMPARED:
             assert torch.equal(got[name], expected[name]), (form, name)
         works = [lambda f=features, c=c: c(f) for c in (ours, flattening, padding_free)]
-        mine, theirs, trls = medians(works, 10)
+        mine, theirs, trls = medians(works, rounds=BATCH_ROUNDS, calls=10)
         print(
             f"  {form:16}{mine:9.3f}{theirs:12.3f}{theirs / mine:8.1f}{trls:9.3f}{trls / mine:8.1f}",
             flush=True,
@@ -106,7 +107,7 @@ def compare_masks(tokens: int) -> None:
     """Print time and peak memory of the boolean mask of one row."""
     ours, theirs = mask_builders(tokens)
     assert torch.equal(ours(), theirs())
-    mine, other = medians([ours, theirs], 1)
+    mine, other = medians([ours, theirs], rounds=MASK_ROUNDS, calls=1)
     peaks = [
         peak_mb(big, small) for big, small in zip((ours, theirs), mask_builders(64), strict=True)
     ]

@@ -19,7 +19,7 @@ from .contract import (
     varlen_kwargs,
 )
 from .errors import ColumnError, ContractError
-from .features import split_packs
+from .features import Document, split_packs
 from .isolation import isolation_of
 from .isolation.long_range import require_one_rotary_table, rotary_limit
 from .joined_batch import join_packed_batch
@@ -208,7 +208,7 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             return {}
         first_label = self.separator_id if separator_id is None else separator_id
         packed = pack_rows(
-            self._rows_of(features),
+            *self._rows_of(features),
             columns=self.columns,
             row_length=self.row_length,
             pad_to_multiple_of=self.pad_to_multiple_of,
@@ -240,29 +240,26 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             batch = {name: value for name, value in batch.items() if name in self.accepted_keys}
         return batch
 
-    def _rows_of(self, features: Sequence[Any]) -> list[list[Any]]:
-        rows, packs = split_packs(features)
-        documents = [document for row in rows for document in row]
+    def _rows_of(self, features: Sequence[Any]) -> tuple[list[Document], list[int]]:
+        """Give the documents in order of rows, and how many lie in each row."""
+        documents, packs, counts = split_packs(features)
         reads_offsets = self.capabilities.packed_mask_type == "flash_varlen"
         if self.rows == "packs" or (self.rows is None and packs and not reads_offsets):
-            return rows
+            return documents, counts
         if self.row_length is None:
-            return [documents]
+            return documents, [len(documents)]
         if packs:
-            return rows
+            return documents, counts
         lengths = [len(document["input_ids"]) for document in documents]
         plan = plan_packing(lengths, self.row_length, strategy="bfd")
-        return [
-            [documents[document] for document, _, _ in plan.pieces(pack)]
-            for pack in range(len(plan))
-        ]
+        rows = [[document for document, _, _ in plan.pieces(row)] for row in range(len(plan))]
+        return [documents[number] for row in rows for number in row], list(map(len, rows))
 
     def _require_positions(self, packed: PackedBatch) -> None:
-        longest = max(max(row) for row in packed.lengths)
-        if (
-            self.num_positions is not None
-            and self.position_ids_start + longest > self.num_positions
-        ):
+        if self.num_positions is None:
+            return
+        longest = max(map(max, packed.lengths))
+        if self.position_ids_start + longest > self.num_positions:
             raise ColumnError(
                 f"A document of {longest} tokens is longer than the model's table of positions: "
                 f"max_position_embeddings={self.num_positions}, of which the first {self.position_ids_start} are for "

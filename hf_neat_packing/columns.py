@@ -11,12 +11,18 @@ Four kinds cover what people train on:
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_neat_packing.column_names import (
+    BOUNDARY_COLUMNS,
+    DOCUMENT_COLUMNS,
+    LABEL_COLUMNS,
+    MEDIA_COLUMNS,
+    TOKEN_COLUMNS,
+)
 from hf_neat_packing.errors import ColumnError
 
 ColumnKind = Literal["token", "document", "media", "ignore"]
@@ -46,71 +52,18 @@ class ColumnRule:
             )
 
 
-_TOKEN = ColumnRule("token")
 _DOCUMENT = ColumnRule("document")
-_MEDIA = ColumnRule("media")
 
 DEFAULT_COLUMN_RULES: Mapping[str, ColumnRule] = {
-    "input_ids": _TOKEN,
-    "labels": ColumnRule("token", pad_value=-100),
-    "shift_labels": ColumnRule("token", pad_value=-100),
-    **dict.fromkeys(
-        (
-            "attention_mask",
-            "token_type_ids",
-            "mm_token_type_ids",
-            "position_ids",
-            "loss_mask",
-            "completion_mask",
-            "assistant_masks",
-            "special_tokens_mask",
-            "old_per_token_logps",
-            "ref_per_token_logps",
-        ),
-        _TOKEN,
-    ),
-    **dict.fromkeys(("label", "document_weight"), _DOCUMENT),
-    **dict.fromkeys(
-        (
-            "images",
-            "videos",
-            "audios",
-            "pixel_values",
-            "pixel_values_videos",
-            "pixel_attention_mask",
-            "image_grid_thw",
-            "video_grid_thw",
-            "second_per_grid_ts",
-            "image_sizes",
-            "image_position_ids",
-            "aspect_ratio_ids",
-            "aspect_ratio_mask",
-            "spatial_shapes",
-            "input_features",
-            "input_features_mask",
-            "feature_attention_mask",
-        ),
-        _MEDIA,
-    ),
+    **dict.fromkeys(TOKEN_COLUMNS, ColumnRule("token")),
+    **dict.fromkeys(LABEL_COLUMNS, ColumnRule("token", pad_value=-100)),
+    **dict.fromkeys(DOCUMENT_COLUMNS, _DOCUMENT),
+    **dict.fromkeys(MEDIA_COLUMNS, ColumnRule("media")),
 }
 """The rule of every column name that means the same thing across Transformers and TRL."""
 
 LABEL_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 """Columns that say which tokens are trained on; they act on labels and are no input of a model."""
-
-# These say that rows are packs already; packing them again would lose their boundaries.
-_PACKED_ALREADY = frozenset(
-    {
-        "seq_lengths",
-        "seq_idx",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "cu_seqlens",
-        "max_length_q",
-        "max_length_k",
-        "_packed_seq_ids",
-    }
-)
 
 
 def resolve_column_rules(
@@ -140,7 +93,7 @@ def resolve_column_rules(
             rule = ColumnRule(_as_kind(name, rule))
         if rule is not None:
             rules[name] = rule
-        elif name in _PACKED_ALREADY:
+        elif name in BOUNDARY_COLUMNS:
             packed.append(name)
         else:
             unknown.append(name)
@@ -243,59 +196,56 @@ def describe_documents(
         ColumnError: If a column has no rule, if the documents do not have the same columns, if a
             value is missing (`None`), or if the lengths of the token columns disagree.
     """
-    return measure_documents(documents, declared)[0]
+    rules, columns = describe_columns(documents, declared)
+    check_document_lengths(
+        {
+            name: token_lengths(name, columns[name])
+            for name, rule in rules.items()
+            if rule.kind == "token"
+        }
+    )
+    return rules
 
 
-def columns_of(documents: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]] | None:
+def columns_of(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]] | None:
     """Give the values of each column in document order; None where documents differ in columns.
 
     Args:
         documents: At least one mapping from column to value.
     """
-    names = list(documents[0])
-    if not names or set(map(len, documents)) != {len(names)}:
+    names = list(documents[0]) if documents else []
+    # Documents that have all these columns have no other ones if they have as many in all.
+    if not names or sum(map(len, documents)) != len(names) * len(documents):
         return None
     try:
-        if len(names) == 1:
-            return {names[0]: [document[names[0]] for document in documents]}
-        rows = map(itemgetter(*names), documents)
-        return dict(zip(names, zip(*rows, strict=True), strict=True))
+        return {name: [document[name] for document in documents] for name in names}
     except KeyError:
         return None
 
 
-def measure_documents(
+def describe_columns(
     documents: Sequence[Mapping[str, Any]],
     declared: Mapping[str, ColumnRule | str] | None = None,
-    columns: Mapping[str, Sequence[Any]] | None = None,
-) -> tuple[dict[str, ColumnRule], list[int]]:
-    """Do what `describe_documents` does, and say how many tokens each document has.
+    columns: dict[str, list[Any]] | None = None,
+) -> tuple[dict[str, ColumnRule], dict[str, list[Any]]]:
+    """Give the rule of each column, as `describe_documents` does, and its values in document order.
+
+    The values of token columns are not looked at; joining them does that.
 
     Args:
         documents: As for `describe_documents`.
         declared: As for `resolve_column_rules`.
         columns: What `columns_of` gave for them, where that is known.
-
-    Returns:
-        The rule for each column, and the tokens of each document, on which all token columns
-        agree; no number at all where there is no token column.
     """
-    first = documents[0]
-    rules = resolve_column_rules(first, declared)
+    rules = resolve_column_rules(documents[0], declared)
     columns = columns or columns_of(documents)
     if columns is None:
         _require_columns(documents)
-        columns = {name: [document[name] for document in documents] for name in first}
-    lengths: dict[str, list[int]] = {}
+        columns = {}
     for name, rule in rules.items():
-        if rule.kind == "token":
-            values = columns[name]
-            if all(map(_is_scalar, values)):
-                rules[name] = _DOCUMENT
-            else:
-                lengths[name] = _token_lengths(name, values)
-    check_document_lengths(lengths)
-    return rules, next(iter(lengths.values()), [])
+        if rule.kind == "token" and all(map(_is_scalar, columns[name])):
+            rules[name] = _DOCUMENT
+    return rules, columns
 
 
 def _require_columns(documents: Sequence[Mapping[str, Any]]) -> None:
@@ -316,12 +266,12 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0
 
 
-def _token_lengths(name: str, values: Sequence[Any]) -> list[int]:
-    """Return the length of each value of a token column, or name the one that has none."""
-    if hasattr(values[0], "numel") and len(set(map(type, values))) == 1:
-        # Tensors, whose len() is slow.
-        flat = {value.ndim for value in values} == {1}
-        return [value.numel() if flat else len(value) for value in values]
+def token_lengths(name: str, values: Sequence[Any]) -> list[int]:
+    """Return the tokens of each value of a token column.
+
+    Raises:
+        ColumnError: If a value has no length; names it.
+    """
     try:
         return list(map(len, values))
     except TypeError:

@@ -12,27 +12,30 @@ Document = Mapping[str, Any]
 """One training example: column -> one value per token, or one value."""
 
 
-def split_packs(features: Sequence[Any]) -> tuple[list[list[Document]], bool]:
-    """Read features as rows of documents.
+def split_packs(features: Sequence[Any]) -> tuple[list[Document], bool, list[int]]:
+    """Read features as documents in one line.
 
     Args:
         features: documents, packs (nested columns: one inner list per document) or lists of
             documents.
 
     Returns:
-        The documents of each feature, and whether any feature is a pack or a list.
+        The documents, whether any feature is a pack or a list, and how many documents each feature holds.
 
     Raises:
         ColumnError: features without `input_ids`, or packs whose columns disagree on the number of documents.
     """
     if _are_documents(features):
-        return [[feature] for feature in features], False
-    rows, packs = [], False
+        return list(features), False, [1] * len(features)
+    documents: list[Document] = []
+    packs, counts = False, []
     for index, feature in enumerate(features):
         pack = _is_pack(feature)
         packs = packs or pack
-        rows.append(_documents_of(feature, index) if pack else [_document(feature, index)])
-    return rows, packs
+        held = _documents_of(feature, index) if pack else [_document(feature, index)]
+        documents += held
+        counts.append(len(held))
+    return documents, packs, counts
 
 
 def _are_documents(features: Sequence[Any]) -> bool:
@@ -44,11 +47,13 @@ def _are_documents(features: Sequence[Any]) -> bool:
     except KeyError:
         return False
     kinds = set(map(type, ids))
+    if kinds == {Tensor}:
+        return set(map(Tensor.dim, ids)) == {1}
     if kinds == {list}:
         return {type(value[0]) for value in ids if value} == {int}
-    if kinds not in ({np.ndarray}, {Tensor}) or {value.ndim for value in ids} != {1}:
+    if kinds != {np.ndarray} or {value.ndim for value in ids} != {1}:
         return False
-    return kinds == {Tensor} or {value.dtype.hasobject for value in ids} == {False}
+    return not any(dtype.hasobject for dtype in {value.dtype for value in ids})
 
 
 def _is_pack(feature: Any) -> bool:

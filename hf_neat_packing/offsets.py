@@ -19,16 +19,24 @@ from .errors import BoundaryError
 INT32_MAX = 2**31 - 1
 
 
+def require_int32_offsets(num_tokens: int) -> None:
+    """Raise where offsets that end at `num_tokens` are past the int32 range of the kernels.
+
+    Raises:
+        BoundaryError: naming the number.
+    """
+    if num_tokens > INT32_MAX:
+        raise BoundaryError(
+            f"The row holds {num_tokens} tokens; varlen kernels take int32 offsets, at most {INT32_MAX}. "
+            "Larger offsets would wrap around and mix documents. Use a smaller `max_length` or fewer rows."
+        )
+
+
 def int32_offsets(lengths: Tensor) -> Tensor:
     """Offsets `[N+1]` from lengths `[N]`, summed in int64 and refused past the int32 range of the kernels."""
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=offsets[1:])
-    total = int(offsets[-1])
-    if total > INT32_MAX:
-        raise BoundaryError(
-            f"The row holds {total} tokens; varlen kernels take int32 offsets, at most {INT32_MAX}. "
-            "Larger offsets would wrap around and mix documents. Use a smaller `max_length` or fewer rows."
-        )
+    require_int32_offsets(int(offsets[-1]))
     return offsets.to(torch.int32)
 
 

@@ -3,12 +3,10 @@
 Legend: `B` rows, `S` tokens in a row, `N` documents of the batch, `R` rows of positions.
 """
 
-import struct
 import warnings
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import compress, islice
 from typing import Any
 
 import numpy as np
@@ -16,18 +14,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .columns import LABEL_MASKS, ColumnRule, columns_of, measure_documents
+from .columns import LABEL_MASKS, ColumnRule, columns_of, describe_columns
 from .errors import ColumnError
 from .features import Document
 from .loss_labels import IGNORE_INDEX
 from .multimodal.layout import MediaLayout
 from .multimodal.media import TOKEN_TYPES, fill_absent, join_media
 from .slots import Slots
+from .token_columns import join_token_columns
 
 # Per-token columns that have done their work before the model.
 _SPENT = (*LABEL_MASKS, "attention_mask", "special_tokens_mask")
 
 _NO_MODEL = MediaLayout()
+
+_NO_TOKEN = (
+    "Every document of the batch is empty (no token): there is nothing to train on, and no boundary to keep. Filter "
+    "empty documents out of the data set."
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ class PackedBatch:
 
 
 def pack_rows(
-    rows: Sequence[Sequence[Document]],
+    documents: list[Document],
+    per_row: Sequence[int],
     *,
     columns: Mapping[str, ColumnRule | str] | None = None,
     row_length: int | None = None,
@@ -76,7 +81,8 @@ def pack_rows(
     """Lay documents end to end into rows of one length.
 
     Args:
-        rows: the documents of each row. Token columns are lists, arrays or tensors.
+        documents: the documents of all rows, in order. Token columns are lists, arrays or tensors.
+        per_row: how many of them lie in each row.
         columns: rules for columns beyond the usual ones.
         row_length: tokens of a row; default: the longest row.
         pad_to_multiple_of: round the row length up to a multiple of this.
@@ -92,55 +98,49 @@ def pack_rows(
         ColumnError: a column without a rule, columns that disagree on a length, a row that does
             not fit into `row_length`, or a document that was cut inside an image.
     """
-    documents = list(chain.from_iterable(rows))
-    values = columns_of(documents) if documents else None
+    if not documents:
+        raise ColumnError(_NO_TOKEN)
+    values = columns_of(documents)
     if values is None or TOKEN_TYPES in values:
-        rows = fill_absent(rows, columns)
-        documents = list(chain.from_iterable(rows))
+        documents = list(*fill_absent([documents], columns))
         values = None
-    rules, sizes = measure_documents(documents, columns, values)
+    rules, values = describe_columns(documents, columns, values)
+    flat, sizes = join_token_columns(values, rules)
     num_empty = 0
-    if "attention_mask" in rules or not sizes or not all(sizes):
-        rows, num_empty = _without_empty([_drop_masked(row, rules) for row in rows])
-        documents = list(chain.from_iterable(rows))
+    if not sizes or not all(sizes) or not all(per_row) or _has_masked(flat, rules):
+        documents = [_without_masked(document, rules) for document in documents]
+        documents, per_row, num_empty = _without_empty(documents, per_row)
         sizes = [len(document["input_ids"]) for document in documents]
-        values = None
-    if values is None:
         values = {name: [document[name] for document in documents] for name in rules}
+        flat, _ = join_token_columns(values, rules)
     each = iter(sizes)
-    lengths = tuple(tuple(islice(each, len(row))) for row in rows)
+    lengths = tuple(tuple(islice(each, count)) for count in per_row)
     width = _row_length(lengths, row_length, pad_to_multiple_of)
-    slots = Slots(lengths, np.array(sizes, dtype=np.int64), width)
-    flat = {
-        name: _concatenate(name, values[name])
-        for name, rule in rules.items()
-        if rule.kind == "token"
-    }
+    slots = Slots(lengths, width, position_start=position_ids_start)
     _make_labels(flat, slots.starts, rules, first_label=first_label, make_labels=make_labels)
     tokens = {
         name: slots.lay(values, _pad_value(name, rules.get(name), pad_token_id))
         for name, values in flat.items()
         if (name not in _SPENT or name in keep) and name != "position_ids"
     }
-    positions = slots.positions + position_ids_start
-    if "position_ids" in flat and not np.array_equal(flat["position_ids"], positions):
+    if "position_ids" in flat and not np.array_equal(flat["position_ids"], slots.positions):
         raise ColumnError(
             f"The documents bring `position_ids` that do not count {position_ids_start}, {position_ids_start + 1}, ... "
             "inside each document, as every document alone would be numbered. Remove the column: positions are "
             "made from the boundaries."
         )
     joined = {
-        name: join_media(name, [document[name] for document in documents])
-        for name, rule in rules.items()
-        if rule.kind == "media"
+        name: join_media(name, values[name]) for name, rule in rules.items() if rule.kind == "media"
     }
-    numbered = media.number(documents, positions, text_only=not joined and TOKEN_TYPES not in rules)
+    numbered = media.number(
+        documents, slots.positions, text_only=not joined and TOKEN_TYPES not in rules
+    )
     return PackedBatch(
         tokens=tokens,
-        per_document=_per_document(documents, rules),
+        per_document=_per_document(values, rules),
         media={name: value for name, value in joined.items() if value is not None},
-        document_map=slots.lay(slots.row_documents, 0),
-        position_ids=slots.lay_positions(numbered, position_ids_start),
+        document_map=slots.document_map(),
+        position_ids=slots.lay_positions(numbered),
         cu_seqlens=slots.cu_seqlens,
         max_seqlen=slots.max_seqlen,
         seq_idx=slots.seq_idx(),
@@ -149,43 +149,43 @@ def pack_rows(
     )
 
 
-def _drop_masked(row: Sequence[Document], rules: Mapping[str, ColumnRule]) -> list[Document]:
+def _has_masked(flat: Mapping[str, NDArray[Any]], rules: Mapping[str, ColumnRule]) -> bool:
+    """Whether an `attention_mask` may call a token padding."""
+    mask = flat.get("attention_mask")
+    return "attention_mask" in rules if mask is None else not mask.all()
+
+
+def _without_masked(document: Document, rules: Mapping[str, ColumnRule]) -> Document:
     """Leave out tokens that a 0/1 `attention_mask` calls padding: packed, they would be text."""
-    documents: list[Document] = []
-    for document in row:
-        mask = document.get("attention_mask")
-        if mask is None:
-            documents.append(document)
-            continue
-        keep = np.asarray(mask) != 0
-        if keep.all():
-            documents.append(document)
-            continue
-        documents.append(
-            {
-                name: np.asarray(values)[keep] if rules[name].kind == "token" else values
-                for name, values in document.items()
-            }
-        )
-    return documents
+    mask = document.get("attention_mask")
+    if mask is None:
+        return document
+    keep = np.asarray(mask) != 0
+    if keep.all():
+        return document
+    return {
+        name: np.asarray(values)[keep] if rules[name].kind == "token" else values
+        for name, values in document.items()
+    }
 
 
-def _without_empty(rows: list[list[Document]]) -> tuple[list[list[Document]], int]:
-    kept = [[document for document in row if len(document["input_ids"])] for row in rows]
-    num_empty = sum(map(len, rows)) - sum(map(len, kept))
-    kept = [row for row in kept if row]
+def _without_empty(
+    documents: list[Document], per_row: Sequence[int]
+) -> tuple[list[Document], list[int], int]:
+    """Leave out documents without a token, then rows without a document, and count the documents."""
+    full = [len(document["input_ids"]) > 0 for document in documents]
+    num_empty = full.count(False)
+    each = iter(full)
+    kept = [count for count in (sum(islice(each, held)) for held in per_row) if count]
     if not kept:
-        raise ColumnError(
-            "Every document of the batch is empty (no token): there is nothing to train on, and no boundary to "
-            "keep. Filter empty documents out of the data set."
-        )
+        raise ColumnError(_NO_TOKEN)
     if num_empty:
         warnings.warn(
             f"{num_empty} empty document(s) were left out of a packed batch. Filter them out of the data set to "
             "keep counts by document exact.",
             stacklevel=4,
         )
-    return kept, num_empty
+    return list(compress(documents, full)), kept, num_empty
 
 
 def _row_length(
@@ -199,41 +199,6 @@ def _row_length(
             "with max_length <= row_length, or raise row_length."
         )
     return width if multiple is None else -(-width // multiple) * multiple
-
-
-def _concatenate(name: str, values: Sequence[Any]) -> NDArray[Any]:
-    """Join the values of a token column; whole numbers become int64."""
-    if isinstance(values[0], list):
-        return _join_lists(values)
-    kinds = set(map(type, values))
-    if kinds == {Tensor} and {value.ndim for value in values} == {1}:
-        joined: NDArray[Any] = torch.cat(tuple(values)).numpy()
-    else:
-        arrays = values if kinds == {np.ndarray} else [np.asarray(value) for value in values]
-        if arrays[0].ndim != 1:
-            raise ColumnError(
-                f"Column {name!r} of a document has shape {list(arrays[0].shape)}; a token column has one value per "
-                f"token, [tokens]. Write columns={{{name!r}: 'media'}} if it holds rows of something else."
-            )
-        joined = np.concatenate(arrays)
-    return joined.astype(np.int64, copy=False) if joined.dtype.kind in "iub" else joined
-
-
-def _join_lists(values: Sequence[Any]) -> NDArray[Any]:
-    """Join lists of Python numbers."""
-    flat: list[Any] = []
-    for value in values:
-        flat += value if isinstance(value, list) else value.tolist()
-    memory = bytearray(8 * len(flat))
-    try:
-        # The fastest way from Python integers to memory that there is.
-        struct.pack_into(f"{len(flat)}q", memory, 0, *flat)
-    except struct.error:
-        try:
-            return np.array(array("q", flat))  # says which number does not fit
-        except TypeError:
-            return np.concatenate([np.asarray(value) for value in values])
-    return np.frombuffer(memory, dtype=np.int64)
 
 
 def _make_labels(
@@ -265,13 +230,14 @@ def _pad_value(name: str, rule: ColumnRule | None, pad_token_id: int) -> int | f
     return IGNORE_INDEX if rule is None else rule.pad_value
 
 
-def _per_document(documents: list[Document], rules: Mapping[str, ColumnRule]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, rule in rules.items():
-        if rule.kind == "document":
-            values = [document[name] for document in documents]
-            result[name] = _as_numbers(values, several=name in ("labels", "label"))
-    return result
+def _per_document(
+    columns: Mapping[str, list[Any]], rules: Mapping[str, ColumnRule]
+) -> dict[str, Any]:
+    return {
+        name: _as_numbers(columns[name], several=name in ("labels", "label"))
+        for name, rule in rules.items()
+        if rule.kind == "document"
+    }
 
 
 def _as_numbers(values: list[Any], *, several: bool) -> Any:

@@ -375,6 +375,76 @@ def test_every_token_is_in_the_batch_once_in_document_order(rows, multiple, fixe
     assert int(batch["cu_seq_lens_q"][-1]) == batch["input_ids"].numel()
 
 
+FORMS = {"lists": np.ndarray.tolist, "arrays": np.asarray, "tensors": torch.from_numpy}
+
+
+def columns_of_all_kinds(lengths):
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "input_ids": rng.integers(1, 90, length),
+            "labels": rng.integers(1, 90, length),
+            "weight": rng.integers(0, 9, length) / 4,
+            "attention_mask": np.ones(length, dtype=np.int64),
+        }
+        for length in lengths
+    ]
+
+
+def same(batch, other):
+    return list(batch) == list(other) and all(
+        torch.equal(value, other[name]) and value.dtype == other[name].dtype
+        if isinstance(value, torch.Tensor)
+        else value == other[name]
+        for name, value in batch.items()
+    )
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.sampled_from([{}, {"row_length": 9}, {"pad_to_multiple_of": 8}, {"rows": "packs"}]),
+    st.integers(0, 2),
+)
+def test_lists_arrays_and_tensors_give_one_batch_bit_for_bit(lengths, options, start):
+    collator = DataCollatorForNeatPacking(
+        columns={"weight": "token"}, return_seq_idx=True, position_ids_start=start, **options
+    )
+    made = columns_of_all_kinds(lengths)
+    expected = collator([{c: v.tolist() for c, v in d.items()} for d in made])
+    assert torch.equal(expected["seq_idx"], seq_idx_from_document_map(expected["_packed_seq_ids"]))
+    for form in FORMS.values():
+        assert same(collator([{c: form(v) for c, v in d.items()} for d in made]), expected)
+    turns = iter(list(FORMS.values()) * len(made) * 2)
+    assert same(collator([{c: next(turns)(v) for c, v in d.items()} for d in made]), expected)
+    made[-1]["weight"][-1] += 1
+    assert not same(collator(made), expected)
+
+
+def test_a_mask_of_ones_changes_nothing_and_one_zero_takes_its_token_away():
+    plain, masked = documents(3, 5), documents(3, 5)
+    for document in masked:
+        document["attention_mask"] = [1] * len(document["input_ids"])
+    collator = DataCollatorForNeatPacking()
+    expected, got = collator(plain), collator(masked)
+    assert all(
+        torch.equal(torch.as_tensor(got[k]), torch.as_tensor(v)) for k, v in expected.items()
+    )
+    masked[1]["attention_mask"][2] = 0
+    batch = collator(masked)
+    assert batch["input_ids"].tolist() == [[10, 11, 12, 20, 21, 23, 24]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 7]
+
+
+@pytest.mark.parametrize("rows", ["flat", "packs"])
+def test_lists_without_a_document_make_no_row(rows):
+    collator = DataCollatorForNeatPacking(rows=rows)
+    batch = collator([[], documents(3, 2)])
+    assert batch["input_ids"].shape == (1, 5)
+    with pytest.raises(ColumnError, match="Every document"):
+        collator([[], []])
+
+
 def test_a_sequence_classifier_keeps_one_label_a_document():
     config = tiny_model("llama").config
     config.num_labels = 2
