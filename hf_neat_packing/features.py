@@ -46,9 +46,12 @@ def _are_documents(features: Sequence[Any]) -> bool:
         ids = [feature["input_ids"] for feature in features]
     except KeyError:
         return False
+    if isinstance(ids[0], Tensor):
+        try:
+            return set(map(Tensor.dim, ids)) == {1}
+        except TypeError:  # not all are tensors
+            return False
     kinds = set(map(type, ids))
-    if kinds == {Tensor}:
-        return set(map(Tensor.dim, ids)) == {1}
     if kinds == {list}:
         return {type(value[0]) for value in ids if value} == {int}
     if kinds != {np.ndarray} or {value.ndim for value in ids} != {1}:
