@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from hf_neat_packing.planning.bound import classes_lower_bound, length_classes
 from hf_neat_packing.planning.drafts import close_drafts
 from hf_neat_packing.planning.expansion import Int64Array, Packs, shuffle_packs
 from hf_neat_packing.planning.policies import IntArray
@@ -23,8 +24,11 @@ POOL_SHARE = 0.15
 # Where most packs must hold a piece longer than half of them, shorter ones are scarce: from this
 # share of packs on more of those are held back, up to all of them.
 LONG_SHARE = 0.65
-# A round that closes less than this share of its drafts is the last.
+# A pack is closed when it leaves no more than one part in so many free.
+CLOSE = 1000
+# A round that closes less than this share of its drafts is the last, unless packs must leave more.
 WORTHWHILE = 0.25
+BOUND_FUNCTIONS = 6
 # Pieces of a window that are packed one by one, and the share of a larger one that is held back: a
 # window is small, and its packs must close in the first round.
 SMALL_WINDOW = 64
@@ -44,16 +48,21 @@ def plan_best_fit(lengths: IntArray, max_length: int, rng: np.random.Generator) 
         lengths = lengths.astype(np.int32, copy=False)
     left: npt.NDArray[np.int32] = rng.permutation(len(lengths)).astype(np.int32)
     orders, counts = [], []
+    near = max_length // CLOSE
     while len(left) > LAST_PIECES and narrow:
         held = lengths[left]
-        closed = close_drafts(held, max_length, _held_back(held, max_length, POOL_SHARE))
+        pool = _held_back(held, max_length, POOL_SHARE)
+        closed = close_drafts(held, max_length, pool, near=near)
         orders.append(left[closed.order])
         counts.append(closed.counts)
         rest = np.ones(len(left), dtype=np.bool_)
         rest[closed.order] = False
         left = rng.permutation(left[rest])
         if len(closed.counts) <= WORTHWHILE * closed.drafts:
-            break
+            # Lengths like these seldom add up to a pack: packs may leave what they must.
+            near, before = _unavoidable(lengths[left], max_length), near
+            if near <= before:
+                break
     last = plan_pool(lengths[left], max_length)
     order = np.concatenate([*orders, left[last.order]])
     sizes = np.concatenate([*counts, np.diff(last.offsets)])
@@ -76,7 +85,8 @@ def packs_of_window(lengths: IntArray, max_length: int) -> list[list[int]]:
     """
     if len(lengths) <= SMALL_WINDOW or max_length >= 2**31:
         return _one_by_one(np.arange(len(lengths)), lengths, max_length, 1)
-    closed = close_drafts(lengths, max_length, _held_back(lengths, max_length, WINDOW_SHARE))
+    pool = _held_back(lengths, max_length, WINDOW_SHARE)
+    closed = close_drafts(lengths, max_length, pool, near=max_length // CLOSE)
     order, bounds = closed.order.tolist(), accumulate(closed.counts.tolist(), initial=0)
     packs = [order[start:stop] for start, stop in pairwise(bounds)]
     free = np.ones(len(lengths), dtype=np.bool_)
@@ -111,6 +121,16 @@ def _held_back(lengths: IntArray, max_length: int, share: float) -> Int64Array:
     scarce = ((len(lengths) - len(short)) / packs - LONG_SHARE) / (1 - LONG_SHARE)
     held = max(int(share * len(lengths)), int(min(1.0, scarce) * len(short)))
     return short[max(0, len(short) - held) :]
+
+
+def _unavoidable(lengths: IntArray, max_length: int) -> int:
+    """Compute how many tokens packs of these pieces leave free on average, in any plan.
+
+    By the lower bound, taken one lower, as the last pack of a plan may be of any size.
+    """
+    classes = length_classes(lengths, max_length)
+    packs = classes_lower_bound(classes, max_length, functions=BOUND_FUNCTIONS) - 1
+    return max_length - int(lengths.sum(dtype=np.int64)) // packs if packs > 0 else 0
 
 
 def _one_by_one(

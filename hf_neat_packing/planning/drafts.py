@@ -1,8 +1,8 @@
 """Drafts of packs cut from an order of pieces, and the ends of all of them chosen at once.
 
 A draft takes pieces in order while they fit. The room left in every draft is then looked up among
-the pieces held back, for all drafts at once; where nothing fits to a thousandth, the last piece is
-taken back and the larger room looked up. Nothing runs piece by piece.
+the pieces held back, for all drafts at once; where nothing fits closely, the last piece is taken
+back and the larger room looked up. Nothing runs piece by piece.
 
 Symbols: `M` pieces, `D` drafts, `C` packs closed.
 """
@@ -45,7 +45,7 @@ class _Drafts(NamedTuple):
 
 
 class ClosedPacks(NamedTuple):
-    """Packs that are full to a thousandth.
+    """Packs that are full but for a few tokens.
 
     Attributes:
         order: int32 `[pieces]`, pack after pack, as positions among the `M`.
@@ -58,7 +58,7 @@ class ClosedPacks(NamedTuple):
     drafts: int
 
 
-def close_drafts(lengths: IntArray, max_length: int, pool: Int64Array) -> ClosedPacks:
+def close_drafts(lengths: IntArray, max_length: int, pool: Int64Array, *, near: int) -> ClosedPacks:
     """Draft packs from the pieces that are not held back, and close what can be closed.
 
     Args:
@@ -66,8 +66,8 @@ def close_drafts(lengths: IntArray, max_length: int, pool: Int64Array) -> Closed
         max_length: Capacity of a pack in tokens, below 2**31.
         pool: int64, positions of the pieces held back; of pieces of one length the first is taken
             first.
+        near: Tokens that a closed pack may leave free.
     """
-    near = max_length // 1000
     cut = np.ones(len(lengths), dtype=np.bool_)
     cut[pool] = False
     stream = np.flatnonzero(cut).astype(np.int32)  # positions, halved: they are most of the memory

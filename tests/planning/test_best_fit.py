@@ -63,5 +63,25 @@ def test_long_pieces_find_the_short_ones_that_they_need():
     lengths = np.random.default_rng(0).integers(1, 1001, 20_000)
     plan = plan_packing(lengths, 1000)
     assert len(plan) <= plan.lower_bound * 1.012
-    with mock.patch.object(best_fit, "_held_back", lambda held, *_: np.arange(len(held))[-3000:]):
+
+    def held_back(held, *_):
+        return np.arange(len(held) // 2, len(held))[-3000:]
+
+    with mock.patch.object(best_fit, "_held_back", held_back):
         assert len(plan_packing(lengths, 1000)) > plan.lower_bound * 1.04
+
+
+@pytest.mark.parametrize("capacity", [2048, 4096, 32768])
+def test_lengths_that_leave_room_in_any_plan_are_packed_to_the_bound(capacity):
+    rng = np.random.default_rng(capacity)
+    third = rng.integers(capacity // 3 + 1, capacity * 3 // 8, 15_000)
+    quarter = rng.integers(capacity // 4 + 1, capacity * 7 // 24, 15_000)
+    plan = plan_packing(rng.permutation(np.concatenate([third, quarter])), capacity)
+    assert len(plan) <= plan.lower_bound + 1
+
+
+@pytest.mark.parametrize("capacity", [2048, 8192])
+def test_uniform_lengths_need_few_packs_above_the_bound(capacity):
+    lengths = np.random.default_rng(capacity).integers(1, capacity + 1, 20_000)
+    plan = plan_packing(lengths, capacity)
+    assert len(plan) <= 1.003 * plan.lower_bound

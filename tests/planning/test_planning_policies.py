@@ -140,3 +140,14 @@ def test_short_documents_are_dropped_but_never_a_piece_of_a_split_one():
 def test_a_split_into_more_pieces_than_a_plan_can_index_is_refused_before_it_is_made():
     with pytest.raises(PlanningError, match="4294967296 pieces"):
         plan_packing([2**32], 1, on_overlong="split")
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_sums_and_extremes_are_exact_over_many_documents(dtype):
+    lengths = np.full(200_001, 30_000, dtype=dtype)
+    lengths[[0, 70_000, -1]] = 50_000, 0, 60_000
+    with pytest.raises(PlanningError, match=r"document 0 has 50000 tokens.*2 of 200001"):
+        plan_packing(lengths, 40_000)
+    account = plan_packing(lengths, 40_000, on_overlong="truncate").accounting
+    assert (account.tokens, account.longest) == (199_998 * 30_000 + 110_000, 60_000)
+    assert (account.dropped_empty, account.documents_cut, account.tokens_cut) == (1, 2, 30_000)
