@@ -78,6 +78,7 @@ __all__ = [
     "saved_tensors_hooks_in_force",
     "sdpa_attention_forward",
     "sdpa_mask",
+    "streams_tables",
     "tables_by_row",
     "torch_varlen_attention",
     "torch_varlen_groups_heads",
@@ -136,7 +137,7 @@ def mask_kinds(layer_type: str) -> dict[str, str] | None:
 
 def trainer_counts_shift_labels() -> bool:
     """Whether the Trainer counts the targets of an update in `shift_labels` (drop when transformers >= 5.12)."""
-    return tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 12)
+    return _release(transformers) >= (5, 12)
 
 
 def is_tracing() -> bool:
@@ -286,6 +287,28 @@ def torch_varlen_attention() -> Callable[..., Any] | None:
 def torch_varlen_groups_heads() -> bool:
     """Whether it takes fewer key heads than query heads (drop at torch >= 2.12)."""
     return "enable_gqa" in _VARLEN_PARAMETERS
+
+
+def _release(library: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in library.__version__.split(".")[:2])
+
+
+def streams_tables(source: Any) -> bool:
+    """Whether a source is a `datasets.IterableDataset` that hands on Arrow tables as they are stored.
+
+    Formatted, mapped and filtered ones make rows, and tables of those would be made of the rows. Their state between
+    two tables is exact in the releases that are tested.
+
+    Removal: a public way to ask (`IterableDataset` has neither `format` nor a reader of its tables).
+    """
+    library = sys.modules.get("datasets")
+    if library is None or not isinstance(source, library.IterableDataset):
+        return False
+    if _release(library) < (5, 2) or source.features is None:
+        return False
+    examples = getattr(source, "_ex_iterable", None)
+    unformatted = getattr(source, "_formatting", True) is None
+    return unformatted and getattr(examples, "iter_arrow", None) is not None
 
 
 def environment() -> dict[str, str]:

@@ -1,23 +1,16 @@
-"""Documents of a stream: checked block by block, cut by policy, and written into a state.
-
-A document is kept as a row: the values of the columns that are not ignored, in the order of
-`DocumentCutter.columns`.
-"""
+"""Documents of a stream: checked block by block, and cut by policy into rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-import torch
-
 from hf_neat_packing.columns import ColumnRule, describe_documents
 from hf_neat_packing.dataset.label_masks import masks_among, with_labels
+from hf_neat_packing.dataset.stream_rows import DocumentsByColumn, Row
 from hf_neat_packing.errors import ColumnError, PlanningError
 from hf_neat_packing.planning import Accounting, OnEmpty, OnOverlong, TruncateSide, plan_packing
 
-Row = tuple[Any, ...]
 Piece = tuple[Row, int]
 
 
@@ -132,10 +125,16 @@ class DocumentCutter:
     def _read(self, documents: Sequence[Mapping[str, Any]]) -> tuple[list[Row], list[int]] | None:
         """Read documents column by column; None where some document is not as it should be."""
         try:
-            if set(map(len, documents)) != {len(self._rules)}:
-                return None
-            rows: list[Row] = list(map(self._all, documents))
-            columns = list(zip(*rows, strict=True))
+            if isinstance(documents, DocumentsByColumn):
+                if documents.columns.keys() != self._rules.keys():
+                    return None
+                columns: list[Sequence[Any]] = [documents.columns[name] for name in self._rules]
+                rows: list[Row] = list(zip(*columns, strict=True))
+            else:
+                if set(map(len, documents)) != {len(self._rules)}:
+                    return None
+                rows = list(map(self._all, documents))
+                columns = list(zip(*rows, strict=True))
             lengths, *others = [list(map(len, columns[place])) for place in self._token_places]
         except (KeyError, TypeError):
             return None
@@ -288,30 +287,3 @@ def _check_is_mapping(document: Any, index: int) -> None:
             f"Document {index} of the stream is a {type(document).__name__}. Accepted: a dict "
             "from column name to value. Write e.g. ({'input_ids': ids} for ids in documents)."
         )
-
-
-def encode_row(row: Row) -> list[Any]:
-    """Write a row as values that compare and pickle plainly: arrays become bytes."""
-    return [_encode(value) for value in row]
-
-
-def decode_row(values: Sequence[Any]) -> Row:
-    """Read what `encode_row` wrote."""
-    return tuple(_decode(value) for value in values)
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return ("torch", *_encode(value.numpy())[1:])
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return ("numpy", value.dtype.str, value.shape, value.tobytes())
-    return ("as it is", value)
-
-
-def _decode(value: Any) -> Any:
-    kind, *content = value
-    if kind == "as it is":
-        return content[0]
-    dtype, shape, data = content
-    array = np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-    return torch.from_numpy(array) if kind == "torch" else array

@@ -310,14 +310,13 @@ def test_workers_pack_each_document_once(kind):
     assert found == [document["input_ids"] for document in documents(lengths)]
 
 
-@pytest.mark.parametrize("kind", ["datasets", "plain"])
+@pytest.mark.parametrize("kind", ["tables", "datasets", "plain"])
 def test_c43_a_stateful_loader_with_two_workers_resumes_twice(kind):
     lengths = lengths_like_chat(160)
 
     def make():
-        source = (
-            stored(lengths).with_format("numpy") if kind == "datasets" else Source(lengths, True)
-        )
+        source = Source(lengths, True) if kind == "plain" else stored(lengths)
+        source = source.with_format("numpy") if kind == "datasets" else source
         stream = pack_stream(source, max_length=64, buffer=10)
         return StatefulDataLoader(stream, batch_size=2, num_workers=2, collate_fn=plain)
 
