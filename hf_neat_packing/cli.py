@@ -5,6 +5,7 @@ The only module that prints. What a command needs is imported inside it.
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -50,12 +51,18 @@ def _plain_failures(stopped: str = "Stopped.") -> Iterator[None]:
     try:
         yield
     except NeatPackingError as error:
-        message = Text.assemble(("Error: ", "bold red"), str(error))
+        message = Text.assemble(("Error: ", "bold red"), _as_options(str(error)))
         Console(stderr=True, highlight=False).print(message)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         Console(stderr=True).print(f"\n{stopped}")
         raise typer.Exit(130) from None
+
+
+def _as_options(message: str) -> str:
+    """Write arguments that a message names as options of the commands: on_overlong="drop", --on-overlong drop."""
+    argument = r'\b(on_overlong|truncate_side|strategy)="(\w+)"'
+    return re.sub(argument, lambda found: f"--{found[1].replace('_', '-')} {found[2]}", message)
 
 
 def _quiet_libraries(*, bars: bool = False) -> None:

@@ -255,7 +255,7 @@ def _legend(figure: Any, plan: PackingPlan, height: float) -> None:
     legend.get_title().set_color(_INK)
 
 
-def picture_text(plan: PackingPlan, *, packs: int = 12, width: int = 60) -> "Text":
+def picture_text(plan: PackingPlan, *, packs: int = 12, width: int = 50) -> "Text":
     """Draw packs for a terminal, a line each: documents in alternating blocks, padding as dots.
 
     Args:

@@ -219,6 +219,8 @@ def test_plan_says_which_document_is_too_long_and_what_to_choose(run, tmp_path):
     result = run("plan", path, "--max-length", 8)
     assert result.exit_code == 1
     assert "document 1 has 30 tokens" in said(result)
+    assert "--on-overlong truncate" in said(result), "what to write on the command line"
+    assert run("plan", path, "--max-length", 8, "--on-overlong", "truncate").exit_code == 0
 
 
 def test_plan_of_text_asks_for_the_tokenizer(run, jsonl, model_folder):
