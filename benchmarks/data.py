@@ -26,9 +26,7 @@ import numpy as np
 import pyarrow as pa
 import trl
 
-from hf_neat_packing.dataset import pack_dataset
-from hf_neat_packing.dataset.samplers import RankBalancedPackSampler
-from hf_neat_packing.dataset.streams import pack_stream
+from hf_neat_packing import RankBalancedPackSampler, pack_dataset, pack_stream
 from hf_neat_packing.planning import imbalance, lower_bound
 
 # Lognormal lengths (median, sigma) that chat and instruction data have.

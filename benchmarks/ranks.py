@@ -27,9 +27,8 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_neat_packing import DataCollatorForNeatPacking, pack_dataset
+from hf_neat_packing import DataCollatorForNeatPacking, RankBalancedPackSampler, pack_dataset
 from hf_neat_packing._compat import environment
-from hf_neat_packing.dataset.samplers import RankBalancedPackSampler
 from hf_neat_packing.planning import imbalance, pack_costs, plan_packing
 
 # Median length in tokens and spread of its logarithm.

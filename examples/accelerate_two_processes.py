@@ -24,8 +24,11 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_neat_packing import DataCollatorForNeatPacking, pack_dataset  # registers neat_varlen
-from hf_neat_packing.dataset.samplers import RankBalancedPackSampler
+from hf_neat_packing import (  # registers neat_varlen
+    DataCollatorForNeatPacking,
+    RankBalancedPackSampler,
+    pack_dataset,
+)
 
 
 def load_model(name):

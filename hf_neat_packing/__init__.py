@@ -32,6 +32,8 @@ from .contract import (
     resolve_packing_contract,
 )
 from .dataset import nest_flat_packs, pack_dataset
+from .dataset.packed_trainer import PackedTrainerMixin
+from .dataset.samplers import RankBalancedPackSampler, TokenBudgetBatchSampler
 from .dataset.streams import pack_stream
 from .documents import get_seqlens_in_batch
 from .hooks.expert_load import count_expert_load
@@ -89,13 +91,16 @@ __all__ = [
     "PackedMaskType",
     "PackedSequenceContract",
     "PackedSequenceMetadata",
+    "PackedTrainerMixin",
     "PackingCallback",
     "PackingCapabilities",
     "PackingMetadataConsumer",
     "PackingPlan",
     "PackingReport",
     "PaddingFree",
+    "RankBalancedPackSampler",
     "RecurrentPackingMixin",
+    "TokenBudgetBatchSampler",
     "TrainingBatch",
     "adapt_model_inputs",
     "assert_isolated",
