@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from hf_neat_packing._compat import data_fingerprint
 from hf_neat_packing.dataset import pack_dataset
 from hf_neat_packing.errors import ColumnError
 from hf_neat_packing.planning import PackingReport
@@ -174,7 +175,7 @@ def claim(work: Path, identity: str, *, force: bool) -> None:
 def _identity(dataset: "datasets.Dataset", tokenizer: Any, column: str | None) -> str:
     """Hash what decides the tokens: the documents and how they become tokens."""
     digest = hashlib.blake2b(digest_size=8)
-    parts = [dataset._fingerprint, column, SHARD_DOCUMENTS]  # noqa: SLF001
+    parts: list[Any] = [data_fingerprint(dataset), column, SHARD_DOCUMENTS]
     if column is not None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()

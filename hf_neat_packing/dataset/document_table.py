@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from hf_neat_packing._compat import row_indices
 from hf_neat_packing.columns import (
     DEFAULT_COLUMN_RULES,
     ColumnRule,
@@ -237,17 +238,3 @@ def _rules(
             "dataset.map(lambda batch: tokenizer(batch['text']), batched=True)."
         )
     return rules
-
-
-def row_indices(dataset: "datasets.Dataset") -> NDArray[np.int64] | None:
-    """Return the table row of each document, `[documents]`, or None where they are the same.
-
-    `shuffle`, `select` and `filter` leave the table as it is and keep a list of rows beside it.
-    """
-    # No public reader exists, and flatten_indices() would copy every token.
-    indices = dataset._indices  # noqa: SLF001
-    if indices is None:
-        return None
-    # Stored as uint64, which numpy would mix with int64 into floats.
-    rows: NDArray[np.int64] = indices.column(0).to_numpy().view(np.int64)
-    return rows

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from hf_neat_packing._compat import row_indices
 from hf_neat_packing.columns import ColumnRule, check_document_lengths, resolve_column_rules
 from hf_neat_packing.dataset.arrow import ListColumn, nest
 from hf_neat_packing.errors import BoundaryError, ColumnError
@@ -37,7 +38,6 @@ def nest_rows(
     """Do what `hf_neat_packing.nest_flat_packs` says."""
     import datasets
 
-    from hf_neat_packing.dataset.document_table import row_indices
     from hf_neat_packing.dataset.materialize import nested_features
 
     source = dataset if row_indices(dataset) is None else dataset.flatten_indices()

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from hf_neat_packing._compat import data_fingerprint
 from hf_neat_packing.columns import ColumnRule
 from hf_neat_packing.dataset.arrow import nest
 from hf_neat_packing.dataset.document_table import DocumentTable
@@ -214,7 +215,7 @@ def _batch(view: PackedView, schema: pa.Schema, first: int, last: int) -> pa.Rec
 def _fingerprint(view: PackedView) -> str:
     """Hash what decides the packs: the data set, the plan and the rules."""
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(view.dataset._fingerprint.encode())  # noqa: SLF001
+    digest.update(data_fingerprint(view.dataset).encode())
     digest.update(repr(sorted(view.rules.items(), key=lambda item: item[0])).encode())
     for part in (view.plan.indices, view.plan.offsets, view.plan.lengths, view.plan.starts):
         digest.update(b"|" if part is None else np.ascontiguousarray(part).tobytes())
