@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_neat_packing.planning.bound import classes_lower_bound, length_classes
-from hf_neat_packing.planning.drafts import close_drafts
+from hf_neat_packing.planning.drafts import Int32Array, close_drafts
 from hf_neat_packing.planning.expansion import Int64Array, Packs, shuffle_packs
 from hf_neat_packing.planning.policies import IntArray
 from hf_neat_packing.planning.pool import PoolPacker, plan_pool
@@ -51,8 +51,8 @@ def plan_best_fit(lengths: IntArray, max_length: int, rng: np.random.Generator) 
     near = max_length // CLOSE
     while len(left) > LAST_PIECES and narrow:
         held = lengths[left]
-        pool = _held_back(held, max_length, POOL_SHARE)
-        closed = close_drafts(held, max_length, pool, near=near)
+        # The pool is handed over, not kept: it is a good part of the memory.
+        closed = close_drafts(held, max_length, _held_back(held, max_length, POOL_SHARE), near=near)
         orders.append(left[closed.order])
         counts.append(closed.counts)
         rest = np.ones(len(left), dtype=np.bool_)
@@ -114,9 +114,9 @@ def last_packs(lengths: IntArray, max_length: int) -> list[list[int]]:
     return [order[start:stop] for start, stop in pairwise(packs.offsets.tolist())]
 
 
-def _held_back(lengths: IntArray, max_length: int, share: float) -> Int64Array:
+def _held_back(lengths: IntArray, max_length: int, share: float) -> Int32Array:
     """Choose the pieces to close packs with: the last in the order that are at most half a pack."""
-    short = np.flatnonzero(lengths <= max_length // 2)
+    short = np.flatnonzero(lengths <= max_length // 2).astype(np.int32)
     packs = int(lengths.sum(dtype=np.int64)) / max_length
     scarce = ((len(lengths) - len(short)) / packs - LONG_SHARE) / (1 - LONG_SHARE)
     held = max(int(share * len(lengths)), int(min(1.0, scarce) * len(short)))

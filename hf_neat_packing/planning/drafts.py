@@ -23,23 +23,23 @@ FEW_STRETCHES = 16
 # How often the last piece of a draft that cannot be closed is taken back to try again.
 TRIES = 3
 
-_LOW = 2**32 - 1
+Int32Array = npt.NDArray[np.int32]  # positions, halved: they are most of the memory
 
 
 class _Drafts(NamedTuple):
     """Packs that are open at the end.
 
     Attributes:
-        first: int64 `[D]`, where each begins in the order it is cut from.
-        stop: int64 `[D]`, one past its last piece.
-        room: int64 `[D]`, tokens that still go in.
+        first: int32 `[D]`, where each begins in the order it is cut from.
+        stop: int32 `[D]`, one past its last piece.
+        room: int32 `[D]`, tokens that still go in.
     """
 
-    first: Int64Array
-    stop: Int64Array
-    room: Int64Array
+    first: Int32Array
+    stop: Int32Array
+    room: Int32Array
 
-    def take(self, chosen: npt.NDArray[np.bool_] | Int64Array) -> "_Drafts":
+    def take(self, chosen: npt.NDArray[np.bool_] | Int32Array) -> "_Drafts":
         """Choose drafts by index or by mask."""
         return _Drafts(self.first[chosen], self.stop[chosen], self.room[chosen])
 
@@ -49,33 +49,33 @@ class ClosedPacks(NamedTuple):
 
     Attributes:
         order: int32 `[pieces]`, pack after pack, as positions among the `M`.
-        counts: int64 `[C]`, pieces of each pack.
+        counts: int32 `[C]`, pieces of each pack.
         drafts: D, how many were tried.
     """
 
-    order: npt.NDArray[np.int32]
-    counts: Int64Array
+    order: Int32Array
+    counts: Int32Array
     drafts: int
 
 
-def close_drafts(lengths: IntArray, max_length: int, pool: Int64Array, *, near: int) -> ClosedPacks:
+def close_drafts(lengths: IntArray, max_length: int, pool: Int32Array, *, near: int) -> ClosedPacks:
     """Draft packs from the pieces that are not held back, and close what can be closed.
 
     Args:
         lengths: int32 or int64 `[M]`, 1 to `max_length` tokens, in the order to draft from.
         max_length: Capacity of a pack in tokens, below 2**31.
-        pool: int64, positions of the pieces held back; of pieces of one length the first is taken
+        pool: int32, positions of the pieces held back; of pieces of one length the first is taken
             first.
         near: Tokens that a closed pack may leave free.
     """
     cut = np.ones(len(lengths), dtype=np.bool_)
     cut[pool] = False
-    stream = np.flatnonzero(cut).astype(np.int32)  # positions, halved: they are most of the memory
+    stream = np.flatnonzero(cut).astype(np.int32)
     drafts = _cut(np.cumsum(lengths[stream], dtype=np.int64), max_length)
     num_drafts = len(drafts.room)
     full = drafts.room <= near
     packs = [drafts.take(full)]
-    closers = [np.full(len(packs[0].room), -1)]
+    closers = [np.full(len(packs[0].room), -1, dtype=np.int32)]
     drafts = drafts.take(~full)
     for _ in range(TRIES):
         draft, piece = _matches(drafts.room, lengths[pool], near)
@@ -113,7 +113,7 @@ def _cut(ends: Int64Array, max_length: int) -> _Drafts:
         within = stop < limit
         first, stop, limit, full = first[within], stop[within], limit[within], full[within]
         base = ends[stop - 1]
-        parts.append(_Drafts(first, stop, full - base))
+        parts.append(_drafts(first, stop, full - base))
         first = stop
     return _Drafts(*map(np.concatenate, zip(*parts, strict=True)))
 
@@ -128,14 +128,18 @@ def _cut_in_turn(ends: Int64Array, max_length: int) -> _Drafts:
     marks = np.array(bounds, dtype=np.int64)
     first, stops = marks[:-1], marks[1:]
     sums = ends[stops - 1]
-    return _Drafts(first, stops, max_length - np.diff(sums, prepend=0))
+    return _drafts(first, stops, max_length - np.diff(sums, prepend=0))
 
 
-def _matches(rooms: Int64Array, lengths: IntArray, near: int) -> tuple[Int64Array, Int64Array]:
+def _drafts(*columns: Int64Array) -> _Drafts:
+    return _Drafts(*(column.astype(np.int32) for column in columns))
+
+
+def _matches(rooms: IntArray, lengths: IntArray, near: int) -> tuple[Int32Array, Int32Array]:
     """Find a piece for many rooms, each at most once: the longest that fits, if it leaves little.
 
     Args:
-        rooms: int64 `[D]`, tokens.
+        rooms: `[D]`, tokens.
         lengths: `[pieces]`, tokens.
         near: Tokens that may stay free.
 
@@ -144,11 +148,14 @@ def _matches(rooms: Int64Array, lengths: IntArray, near: int) -> tuple[Int64Arra
     """
     wanted, room = _sorted(rooms)
     # Of equal pieces the first comes last, and is taken first.
-    given, piece = _sorted(lengths[::-1].astype(np.int64))
+    given, piece = _sorted(lengths[::-1])
     piece = len(piece) - 1 - piece
     at = given.searchsorted(wanted, side="right") - 1
     # Rooms that ask for one piece take that and the next shorter ones.
-    at -= np.arange(len(at)) - at.searchsorted(at)
+    before = at.searchsorted(at)
+    at -= np.arange(len(at), dtype=np.int32)
+    at += before
+    del before  # as long as the rooms, and so is what follows
     found = np.flatnonzero(at >= 0)
     at = at[found]
     owner = np.empty(len(given), dtype=np.int64)
@@ -157,15 +164,18 @@ def _matches(rooms: Int64Array, lengths: IntArray, near: int) -> tuple[Int64Arra
     return room[found[good]], piece[at[good]]
 
 
-def _sorted(values: Int64Array) -> tuple[Int64Array, Int64Array]:
+def _sorted(values: IntArray) -> tuple[Int64Array, Int32Array]:
     """Sort values below 2**31; return them and where each was."""
-    keys = values << 32
-    keys |= np.arange(len(keys))
+    keys = values.astype(np.int64)
+    keys <<= 32
+    keys |= np.arange(len(keys), dtype=np.int32)
     keys.sort()
-    return keys >> 32, keys & _LOW
+    position = keys.astype(np.int32)  # the low half
+    keys >>= 32
+    return keys, position
 
 
-def _others(num: int, chosen: Int64Array) -> npt.NDArray[np.bool_]:
+def _others(num: int, chosen: Int32Array) -> npt.NDArray[np.bool_]:
     """Mark what was not chosen among `num`."""
     others = np.ones(num, dtype=np.bool_)
     others[chosen] = False
@@ -173,10 +183,11 @@ def _others(num: int, chosen: Int64Array) -> npt.NDArray[np.bool_]:
 
 
 def _lay(
-    stream: npt.NDArray[np.int32], packs: list[_Drafts], closers: Int64Array
-) -> tuple[npt.NDArray[np.int32], Int64Array]:
+    stream: Int32Array, packs: list[_Drafts], closers: Int32Array
+) -> tuple[Int32Array, Int32Array]:
     """List the pieces of drafts, each followed by its closer where it has one (not -1)."""
-    first, stop, _ = map(np.concatenate, zip(*packs, strict=True))
+    first = np.concatenate([part.first for part in packs])
+    stop = np.concatenate([part.stop for part in packs])
     has = closers >= 0
     counts = stop - first + has
     begins = np.cumsum(counts) - counts
