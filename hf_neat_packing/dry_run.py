@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from .errors import ContractError, UnsupportedModelError
 from .hooks.routing import asks_for_router_logits, has_router, routing_hooks
 from .isolation import isolation_of
+from .isolation.conditions import evaluating
 from .isolation.long_range import rotary_limit
 from .label_shift import shift_of_losses
-from .two_documents import LENGTHS, AttentionCall, evaluating, run_row, two_documents
+from .two_documents import LENGTHS, AttentionCall, run_row, two_documents
 from .wrappers import unwrap
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps

@@ -3,8 +3,8 @@
 Legend: `S` tokens in a row.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from .contract import DOCUMENT_MAP_KEY, VARLEN_KEYS
 from .errors import NeatPackingError, UnsupportedModelError
 from .label_shift import one_label
 from .layer_masks import text_config
-from .wrappers import forward_parameters, release_gathered_weights, unwrap
+from .wrappers import forward_parameters, unwrap
 
 LENGTHS = (3, 4)
 """Tokens of the two documents; their sum is prime, so that no other dimension has it."""
@@ -178,16 +178,3 @@ def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {name: _to(item, device) for name, item in value.items()}
     return value.to(device) if hasattr(value, "to") else value
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode inside; afterwards each module has the mode that it had, and FSDP2 no gathered weights."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        release_gathered_weights(model)
-        for module, mode in modes:
-            module.training = mode

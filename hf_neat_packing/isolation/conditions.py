@@ -37,22 +37,31 @@ def under_key(model: nn.Module, key: str, switch: bool = True) -> Iterator[bool]
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode inside; afterwards each module has the mode that it had, and FSDP2 no gathered weights."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        release_gathered_weights(model)
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run forwards in eval mode and leave modes, buffers, gathered weights and random state as they were."""
-    modes = {module: module.training for module in model.modules()}
     buffers = [
         (module, name, value, value.clone())
         for module in model.modules()
         for name, value in module.named_buffers(recurse=False)
     ]
     with torch.random.fork_rng(enabled=True):
-        model.eval()
         try:
-            yield
+            with evaluating(model):
+                yield
         finally:
-            release_gathered_weights(model)
-            for module, mode in modes.items():
-                module.training = mode
             with torch.no_grad():
                 for module, name, value, copied in buffers:
                     value.copy_(copied)
