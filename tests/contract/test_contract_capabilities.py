@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import hf_neat_packing.capabilities as module_under_test
-from hf_neat_packing._compat import ALL_MASK_ATTENTION_FUNCTIONS
+from hf_neat_packing._compat import registered_mask
 from hf_neat_packing.capabilities import (
     configure_packing,
     configure_packing_for_models,
@@ -231,7 +231,7 @@ def test_c08_the_registered_mask_function_decides_the_layout(key, layout):
 
 def test_a_key_of_ones_own_follows_the_mask_function_registered_with_it():
     AttentionInterface.register("my_attention", lambda *args, **kwargs: None)
-    AttentionMaskInterface.register("my_attention", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    AttentionMaskInterface.register("my_attention", registered_mask("eager"))
     assert get_packing_capabilities("my_attention").layout == "additive_4d"
 
 
