@@ -117,6 +117,7 @@ def materialize(
         ):
             for batch in _batches(view, schema, num_proc):
                 writer.write_batch(batch)
+                del batch  # before the next one is made
     return datasets.Dataset(datasets.table.MemoryMappedTable.from_file(str(path)), **keywords)
 
 
@@ -132,6 +133,7 @@ def write_parquet(view: PackedView, path: Path, *, num_proc: int | None = None) 
     with _replacing(path) as unfinished, pq.ParquetWriter(unfinished, schema) as writer:
         for batch in _batches(view, schema, num_proc):
             writer.write_batch(batch)
+            del batch  # before the next one is made
 
 
 def _folder(source: "datasets.Dataset") -> Path:
