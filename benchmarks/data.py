@@ -148,28 +148,28 @@ def compare_place(place: str, data: datasets.Dataset, limit: int, repeats: int) 
     def pack_theirs(documents: datasets.Dataset) -> Any:
         return trl.pack_dataset(documents, limit, map_kwargs={"load_from_cache_file": False})
 
-    theirs = pack_theirs(data)
-    their_ms = median_ms(lambda: pack_theirs(data), repeats)
-    their_mb = peak_mb(pack_theirs, data)
-    for strategy in ("best_fit", "bfd"):
+    def pack_ours(documents: datasets.Dataset, strategy: Any = "best_fit") -> Any:
+        return pack_dataset(documents, max_length=limit, strategy=strategy)
 
-        def pack_ours(documents: datasets.Dataset, strategy: str = strategy) -> Any:
-            return pack_dataset(documents, max_length=limit, strategy=strategy)
-
-        view = pack_ours(data)
-        note = f"{len(view):,} packs against {len(theirs):,}"
-        name = f"{place}: plan and view, {strategy}"
-        show(name, median_ms(lambda pack=pack_ours: pack(data), 3 * repeats), their_ms, "ms", note)
-        show(f"{place}: peak memory of that", peak_mb(pack_ours, data), their_mb, "MB")
-    for keep in (False, True):
-
-        def write(documents: datasets.Dataset, keep: bool = keep) -> datasets.Dataset:
-            return pack_dataset(documents, max_length=limit).materialize(keep_in_memory=keep)
-
-        name = f"{place}: materialized into {'memory' if keep else 'a file'}"
-        show(name, median_ms(lambda write=write: write(data), repeats), their_ms, "ms")
-        show(f"{place}: peak memory of that", peak_mb(write, data), their_mb, "MB")
+    works: dict[str, Callable[[datasets.Dataset], Any]] = {
+        "plan and view, best_fit": pack_ours,
+        "plan and view, bfd": lambda documents: pack_ours(documents, "bfd"),
+        "materialized into a file": lambda d: pack_ours(d).materialize(keep_in_memory=False),
+        "materialized into memory": lambda d: pack_ours(d).materialize(keep_in_memory=True),
+    }
+    view, theirs = pack_ours(data), pack_theirs(data)
     assert checksum(view.materialize()) == checksum(theirs) == checksum(data)
+    # In turns: the machine may be half as fast a minute later.
+    rounds = [
+        [median_ms(lambda work=work: work(data), 1) for work in (pack_theirs, *works.values())]
+        for _ in range(repeats)
+    ]
+    their_ms, *our_ms = map(statistics.median, zip(*rounds, strict=True))
+    their_mb = peak_mb(pack_theirs, data)
+    for (name, work), milliseconds in zip(works.items(), our_ms, strict=True):
+        note = f"{len(work(data)):,} packs against {len(theirs):,}" if "view" in name else ""
+        show(f"{place}: {name}", milliseconds, their_ms, "ms", note)
+        show(f"{place}: peak memory of that", peak_mb(work, data), their_mb, "MB")
     count = min(2000, len(view))
     ours = 1000 * median_ms(read_packs(view, count), repeats) / count
     for form in (None, "numpy"):
@@ -246,7 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--max-length", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     arguments = parser.parse_args()
     datasets.disable_progress_bars()

@@ -23,11 +23,10 @@ from hf_neat_packing.planning import PackingPlan
 if TYPE_CHECKING:
     import datasets
 
-# An int32 column of this many tokens is as large as an array must be for numpy to ask for huge pages:
-# filling it is three times quicker than in small ones, and a few of them are little memory.
-_TOKENS_PER_BATCH = 2**20
-# What is kept in memory at most if nobody asks: a larger set is written faster than it is kept.
-_IN_MEMORY_BYTES = 2**26
+# Of a batch that is written: the work for each does not count, and it is still in the cache.
+_TOKENS_WRITTEN = 2**18
+# Of a batch that is kept: memory for large arrays is paged in much quicker.
+_TOKENS_KEPT = 2**22
 
 
 class PackedView(Protocol):
@@ -81,8 +80,7 @@ def materialize(
     Args:
         view: The view.
         num_proc: Threads that gather documents.
-        keep_in_memory: Whether the packs are in memory; None: if the view's data set is, and is
-            small.
+        keep_in_memory: Whether the packs are in memory; None: if the view's data set is.
 
     Returns:
         A data set with one row per pack and nested columns. Out of memory it is a memory-mapped
@@ -103,9 +101,9 @@ def materialize(
     keywords = {"info": info, "split": source.split, "fingerprint": fingerprint}
     schema = view.features.arrow_schema
     if keep_in_memory is None:
-        keep_in_memory = not source.cache_files and source.data.nbytes <= _IN_MEMORY_BYTES
+        keep_in_memory = not source.cache_files
     if keep_in_memory:
-        batches = _batches(view, schema, num_proc)
+        batches = _batches(view, schema, num_proc, _TOKENS_KEPT)
         table = pa.Table.from_batches(batches, schema=schema)
         return datasets.Dataset(datasets.table.InMemoryTable(table), **keywords)
     path = _folder(source) / f"packed-{fingerprint}.arrow"
@@ -115,9 +113,8 @@ def materialize(
             pa.OSFile(str(unfinished), "wb") as file,
             pa.ipc.new_stream(file, schema) as writer,
         ):
-            for batch in _batches(view, schema, num_proc):
+            for batch in _batches(view, schema, num_proc, _TOKENS_WRITTEN):
                 writer.write_batch(batch)
-                del batch  # before the next one is made
     return datasets.Dataset(datasets.table.MemoryMappedTable.from_file(str(path)), **keywords)
 
 
@@ -131,9 +128,8 @@ def write_parquet(view: PackedView, path: Path, *, num_proc: int | None = None) 
     """
     schema = view.features.arrow_schema
     with _replacing(path) as unfinished, pq.ParquetWriter(unfinished, schema) as writer:
-        for batch in _batches(view, schema, num_proc):
+        for batch in _batches(view, schema, num_proc, _TOKENS_WRITTEN):
             writer.write_batch(batch)
-            del batch  # before the next one is made
 
 
 def _folder(source: "datasets.Dataset") -> Path:
@@ -156,14 +152,16 @@ def _replacing(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def _batches(view: PackedView, schema: pa.Schema, num_proc: int | None) -> Iterator[pa.RecordBatch]:
+def _batches(
+    view: PackedView, schema: pa.Schema, num_proc: int | None, tokens_per_batch: int
+) -> Iterator[pa.RecordBatch]:
     """Gather all packs in order, a bounded number of batches ahead, behind a progress bar."""
     from datasets.utils import tqdm
 
     offsets = view.plan.offsets
     tokens = np.concatenate(([0], np.cumsum(view.plan.lengths, dtype=np.int64)))[offsets]
     # A batch ends with the first pack that reaches its share of tokens.
-    marks = np.arange(_TOKENS_PER_BATCH, int(tokens[-1]), _TOKENS_PER_BATCH)
+    marks = np.arange(tokens_per_batch, int(tokens[-1]), tokens_per_batch)
     bounds = np.unique([0, *np.searchsorted(tokens, marks).tolist(), len(view)])
     threads = max(1, num_proc or 1)
     spans = list(pairwise(bounds.tolist()))

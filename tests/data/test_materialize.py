@@ -2,11 +2,13 @@
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
-from hf_neat_packing.dataset import materialize, pack_dataset
+from hf_neat_packing.dataset import arrow, materialize, pack_dataset
+from hf_neat_packing.dataset.arrow import ListColumn
 from hf_neat_packing.planning import PackingReport
 
 
@@ -25,7 +27,34 @@ def plain(packs):
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    monkeypatch.setattr(materialize, "_TOKENS_PER_BATCH", 500)
+    monkeypatch.setattr(materialize, "_TOKENS_WRITTEN", 500)
+    monkeypatch.setattr(materialize, "_TOKENS_KEPT", 900)
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32", "int64", "float32"])
+@pytest.mark.parametrize("block", [1, 64, 10_000])
+def test_tokens_that_are_joined_in_blocks_are_those_of_one_block(monkeypatch, dtype, block):
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 500, n).astype(dtype) for n in [0, 3, *rng.integers(0, 40, 60), 0]]
+    documents = pa.array(rows, pa.list_(pa.from_numpy_dtype(np.dtype(dtype))))
+    column = ListColumn("x", pa.chunked_array([documents[:9], documents[9:10], documents[10:]]))
+    chosen = rng.permutation(len(rows))
+    starts = np.array([len(rows[row]) // 3 for row in chosen])
+    lengths = np.array([len(rows[row]) // 2 for row in chosen])
+    expected = np.concatenate(
+        [rows[row][a : a + n] for row, a, n in zip(chosen, starts, lengths, strict=True)]
+    )
+    whole = column.gather(chosen, starts, lengths)
+    monkeypatch.setattr(arrow, "_JOINED_BYTES", 1)
+    monkeypatch.setattr(arrow, "_BLOCK_BYTES", block)
+    joined = []
+    join = ListColumn._join
+    monkeypatch.setattr(ListColumn, "_join", lambda *a: joined.append(1) or join(*a))
+    for found in (whole, column.gather(chosen, starts, lengths)):
+        assert found.dtype == expected.dtype
+        assert np.array_equal(found, expected)
+    assert (len(joined) > 1) == (block < 10_000)
+    assert len(column.gather(chosen[:0], None, lengths[:0])) == 0
 
 
 @pytest.mark.parametrize("threads", [None, 3])
@@ -61,13 +90,12 @@ def test_pieces_of_cut_documents_are_written_as_the_view_shows_them(keep, thread
         assert set(starts) == {0}
 
 
-def test_a_large_set_in_memory_is_written_to_a_file_unless_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(materialize, "_IN_MEMORY_BYTES", 10)
+def test_a_set_in_memory_gives_packs_in_memory_unless_a_file_is_asked_for():
     dataset = Dataset.from_dict({"input_ids": [[1, 2], [3, 4, 5, 6]]})
-    written = pack_dataset(dataset, max_length=6, materialize=True)
+    assert pack_dataset(dataset, max_length=6, materialize=True).cache_files == []
+    written = pack_dataset(dataset, max_length=6).materialize(keep_in_memory=False)
     assert len(written.cache_files) == 1
     assert sorted(written[0]["input_ids"]) == [[1, 2], [3, 4, 5, 6]]
-    assert pack_dataset(dataset, max_length=6).materialize(keep_in_memory=True).cache_files == []
 
 
 def test_a_memory_mapped_set_is_written_beside_it_and_found_again(on_disk, monkeypatch):

@@ -111,7 +111,7 @@ def test_a_run_killed_while_packs_are_written_writes_them_again(documents, tmp_p
             os.kill(os.getpid(), signal.SIGKILL)
         return gather(*arguments)
 
-    monkeypatch.setattr(materialize, "_TOKENS_PER_BATCH", 500)
+    monkeypatch.setattr(materialize, "_TOKENS_WRITTEN", 500)
     with monkeypatch.context() as patch:
         patch.setattr(materialize, "_batch", killed)
         killed_run(documents, tmp_path / "packs", kill_at=None)
