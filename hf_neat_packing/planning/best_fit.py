@@ -53,11 +53,12 @@ def plan_best_fit(lengths: IntArray, max_length: int, rng: np.random.Generator) 
         held = lengths[left]
         # The pool is handed over, not kept: it is a good part of the memory.
         closed = close_drafts(held, max_length, _held_back(held, max_length, POOL_SHARE), near=near)
-        orders.append(left[closed.order])
+        orders.append(left.take(closed.order))
         counts.append(closed.counts)
         rest = np.ones(len(left), dtype=np.bool_)
-        rest[closed.order] = False
-        left = rng.permutation(left[rest])
+        rest[closed.order.astype(np.intp)] = False
+        left = left[rest]
+        left = left.take(rng.permutation(len(left)))
         if len(closed.counts) <= WORTHWHILE * closed.drafts:
             # Lengths like these seldom add up to a pack: packs may leave what they must.
             near, before = _unavoidable(lengths[left], max_length), near
@@ -68,7 +69,7 @@ def plan_best_fit(lengths: IntArray, max_length: int, rng: np.random.Generator) 
     sizes = np.concatenate([*counts, np.diff(last.offsets)])
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
-    return shuffle_packs(Packs(order, lengths[order], offsets), rng)
+    return shuffle_packs(Packs(order, lengths.take(order), offsets), rng)
 
 
 def packs_of_window(lengths: IntArray, max_length: int) -> list[list[int]]:

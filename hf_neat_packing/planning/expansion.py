@@ -178,4 +178,5 @@ def shuffle_packs(packs: Packs, rng: np.random.Generator) -> Packs:
     np.cumsum(counts, out=moved[1:])
     source = np.arange(len(order), dtype=np.int32)
     source += np.repeat((offsets[shuffled] - moved[:-1]).astype(np.int32), counts)
-    return Packs(order[source], lengths[source], moved)
+    # `take` is twice as fast as an index in brackets.
+    return Packs(order.take(source), lengths.take(source), moved)
