@@ -214,7 +214,8 @@ def compare_stored_streams(data: datasets.Dataset, limit: int, repeats: int) -> 
         stream = datasets.load_from_disk(folder).to_iterable_dataset(num_shards=4)
 
         def work(buffer: int) -> int:
-            return sum(1 for _ in pack_stream(stream, max_length=limit, buffer=buffer))
+            packs = pack_stream(stream, max_length=limit, buffer=buffer, by_tables=True)
+            return sum(1 for _ in packs)
 
         few = min(20_000, len(data))
         by_row = few / median_ms(lambda: sum(1 for _ in stream.take(few)), 1) / 1000

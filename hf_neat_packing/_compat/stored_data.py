@@ -35,8 +35,8 @@ def data_fingerprint(dataset: "datasets.Dataset") -> str:
 def streams_tables(source: Any) -> bool:
     """Whether a source is a `datasets.IterableDataset` that hands on Arrow tables as they are stored.
 
-    Formatted, mapped and filtered ones make rows, and tables of those would be made of the rows. Their state between
-    two tables is exact in the releases that are tested.
+    Formatted, mapped and filtered ones make rows, and tables of those would be made of the rows; a state that the
+    source was given counts rows. Their state between two tables is exact in the releases that are tested.
 
     Removal: a public way to ask (`IterableDataset` has neither `format` nor a reader of its tables).
     """
@@ -46,5 +46,8 @@ def streams_tables(source: Any) -> bool:
     if release(library) < (5, 2) or source.features is None:
         return False
     examples = getattr(source, "_ex_iterable", None)
-    unformatted = getattr(source, "_formatting", True) is None
-    return unformatted and getattr(examples, "iter_arrow", None) is not None
+    untouched = (
+        getattr(source, "_formatting", True) is None
+        and getattr(source, "_starting_state_dict", True) is None
+    )
+    return untouched and getattr(examples, "iter_arrow", None) is not None

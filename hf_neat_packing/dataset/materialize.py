@@ -103,7 +103,9 @@ def materialize(
     if keep_in_memory is None:
         keep_in_memory = not source.cache_files
     if keep_in_memory:
-        batches = _batches(view, schema, num_proc, _TOKENS_KEPT)
+        # Text and pictures of so many documents may be more than one array can hold.
+        small = any(view.rules[name].kind != "token" for name in schema.names)
+        batches = _batches(view, schema, num_proc, _TOKENS_WRITTEN if small else _TOKENS_KEPT)
         table = pa.Table.from_batches(batches, schema=schema)
         return datasets.Dataset(datasets.table.InMemoryTable(table), **keywords)
     path = _folder(source) / f"packed-{fingerprint}.arrow"

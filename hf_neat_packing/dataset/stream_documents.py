@@ -1,11 +1,12 @@
 """Documents of a stream: checked block by block, and cut by policy into rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from hf_neat_packing.columns import ColumnRule, describe_documents
+from hf_neat_packing.columns import ColumnRule, describe_documents, resolve_column_rules
 from hf_neat_packing.dataset.label_masks import masks_among, with_labels
 from hf_neat_packing.dataset.stream_rows import DocumentsByColumn, Row
 from hf_neat_packing.errors import ColumnError, PlanningError
@@ -63,6 +64,11 @@ class DocumentCutter:
     def settings(self) -> dict[str, Any]:
         """Return what decides the pieces besides the documents."""
         return {"max_length": self.max_length, **self._policy}
+
+    def token_columns(self, names: Iterable[str]) -> set[str]:
+        """Say which of these columns hold one value per token."""
+        rules = resolve_column_rules(names, self._declared)
+        return {name for name, rule in rules.items() if rule.kind == "token"}
 
     def accounting(self) -> Accounting:
         """Return what became of every document and token so far."""
@@ -276,8 +282,12 @@ def _getter(keys: Sequence[Any]) -> Callable[[Any], Row]:
     """Return a function that gives the values of `keys` as a row."""
     if len(keys) > 1:
         return itemgetter(*keys)
-    (key,) = keys
-    return lambda values: (values[key],)
+    return partial(_alone, keys[0])
+
+
+def _alone(key: Any, values: Any) -> Row:
+    """Give one value as a row; a lambda could not be sent to a worker."""
+    return (values[key],)
 
 
 def _check_is_mapping(document: Any, index: int) -> None:

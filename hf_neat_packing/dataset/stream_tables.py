@@ -3,7 +3,8 @@
 Its rows, one by one, are Python lists made of every token: a hundred times the work of packing them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -38,23 +39,29 @@ class StreamTables:
     Args:
         source: A `datasets.IterableDataset` of tables (`streams_tables`).
         buffer: Documents that its reader holds; a table has no more.
+        tokens: Names of the token columns, whose values become arrays.
         state: What `state_dict` returned, to go on from there; None: the beginning.
     """
 
-    def __init__(self, source: Any, buffer: int, state: Any = None) -> None:
+    def __init__(
+        self, source: Any, buffer: int, tokens: Collection[str], state: Any = None
+    ) -> None:
         self._tables = source.with_format("arrow")
         self._tables.set_epoch(source.epoch)
         if state is not None:
             self._tables.load_state_dict(state)
+        self._tokens = tokens
         # Only row by row does the library divide a source among workers.
-        alone = get_worker_info() is None
-        self._iterator = iter(self._tables.iter(min(buffer, _ROWS)) if alone else self._tables)
+        self._alone = get_worker_info() is None
+        tables = self._tables.iter(min(buffer, _ROWS)) if self._alone else self._tables
+        self._iterator = iter(tables)
 
-    def read(self) -> Sequence[dict[str, Any]]:
-        """Return the documents of the next table; none at the end."""
-        for table in self._iterator:
+    def read(self, count: int) -> Sequence[dict[str, Any]]:
+        """Return the documents of the next table, in a worker of the next `count` rows; none at the end."""
+        while parts := list(islice(self._iterator, 1 if self._alone else min(count, _ROWS))):
+            table = parts[0] if self._alone else pa.concat_tables(parts).combine_chunks()
             if table.num_rows:
-                return documents_in(table)
+                return documents_in(table, self._tokens)
         return []
 
     def state_dict(self) -> Any:
@@ -62,22 +69,20 @@ class StreamTables:
         return self._tables.state_dict()
 
 
-def documents_in(table: pa.Table) -> Sequence[dict[str, Any]]:
-    """Return the rows of a table as documents; lists are read-only arrays that share its memory."""
+def documents_in(table: pa.Table, tokens: Collection[str]) -> DocumentsByColumn:
+    """Return the rows of a table as documents; tokens are read-only arrays that share its memory."""
     every = np.arange(table.num_rows)
     starts = [0] * table.num_rows
     columns: dict[str, list[Any]] = {}
     for name in table.column_names:
         column = table.column(name)
-        if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
-            columns[name] = column.to_pylist()
-            continue
         try:
-            tokens = ListColumn(name, column)
+            listed = ListColumn(name, column) if name in tokens else None
         except ColumnError:
-            # Something is null: as a row, the document that has it is refused by its number.
-            rows: list[dict[str, Any]] = table.to_pylist()
-            return rows
-        lengths = tokens.lengths().tolist()
-        columns[name] = tokens.read(every, tokens.locate(every), starts, lengths)
+            listed = None  # a null, which is refused by the number of its document
+        if listed is None:
+            columns[name] = column.to_pylist()
+        else:
+            lengths = listed.lengths().tolist()
+            columns[name] = listed.read(every, listed.locate(every), starts, lengths)
     return DocumentsByColumn(columns)

@@ -44,6 +44,7 @@ def pack_stream(
     min_length: int = 0,
     on_empty: OnEmpty = "drop",
     columns: Mapping[str, ColumnRule | str] | None = None,
+    by_tables: bool = False,
 ) -> "PackedStream":
     """Pack any iterable of documents into rows of at most `max_length` tokens, as they come.
 
@@ -59,12 +60,15 @@ def pack_stream(
         min_length: Documents with fewer tokens are dropped, and counted.
         on_empty: `drop` (and count) empty documents, or `error`.
         columns: Rules by column name, for names that `DEFAULT_COLUMN_RULES` does not know.
+        by_tables: Read a stored `datasets.IterableDataset` (not mapped, filtered or formatted) by Arrow tables of up
+            to 1,000 rows, so many more of which may be held: many times quicker than its rows. Tokens are then
+            read-only arrays of the stored dtype, and only the stream knows how far the source was read.
 
     Returns:
-        An iterable of packs: nested columns, one inner value per document, as the source gave it. A
-        `datasets.IterableDataset` that is stored (not mapped, filtered or formatted) is read by
-        tables of up to 1,000 rows (so many more may be held), which is many times quicker than by rows,
-        and gives arrays of its stored dtype.
+        An iterable of packs: nested columns, one inner value per document, as the source gave it.
+
+    Raises:
+        PlanningError: If an option cannot be honoured.
 
     Example:
         >>> stream = pack_stream([{"input_ids": [1, 2]}, {"input_ids": [3]}], max_length=4)
@@ -79,7 +83,7 @@ def pack_stream(
         on_empty=on_empty,
         columns=columns,
     )
-    return PackedStream(iterable, cutter, buffer=buffer)
+    return PackedStream(iterable, cutter, buffer=buffer, by_tables=by_tables)
 
 
 class PackedStream(IterableDataset[dict[str, list[Any]]]):
@@ -94,10 +98,16 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
         source: The documents.
         cutter: What becomes of each document before it is packed.
         buffer: Documents to read ahead.
+        by_tables: As for `pack_stream`.
     """
 
     def __init__(
-        self, source: Iterable[Mapping[str, Any]], cutter: DocumentCutter, *, buffer: int
+        self,
+        source: Iterable[Mapping[str, Any]],
+        cutter: DocumentCutter,
+        *,
+        buffer: int,
+        by_tables: bool = False,
     ) -> None:
         if buffer < 1:
             raise PlanningError(
@@ -107,7 +117,15 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
         self.source = source
         self.cutter = cutter
         self.buffer = buffer
-        self._by_tables = _has_tables(source)
+        if by_tables and not _has_tables(source):
+            raise PlanningError(
+                f"by_tables=True, and this {type(source).__name__} does not hand on Arrow tables of "
+                "numbers and text as they are stored, or it was given a state of its own. Accepted: a "
+                "stored datasets.IterableDataset, shuffled, sharded or neither, before any map, filter "
+                "or format. Leave by_tables out."
+            )
+        self._by_tables = by_tables
+        self._source_at: Any = None  # of a loaded state, until the source is read on
         self._tables: StreamTables | None = None
         self._initial = self._source_state()
         self._source_moved = False
@@ -121,6 +139,7 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
         self._lengths = np.zeros(0, dtype=np.int64)
         self._packs: deque[list[Row]] = deque()  # chosen, and not given yet
         self._read = self._choices = 0
+        self._source_at = None
         self.cutter.reset()
 
     @property
@@ -139,6 +158,7 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
         """Read documents until packs can be chosen well, and choose some; say whether there are any."""
         while missing := self._missing():
             block = read(missing)
+            self._source_at = None
             if not block:
                 self._take_out(last_packs(self._lengths, self.cutter.max_length))
                 return bool(self._packs)
@@ -183,9 +203,14 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
             self._restore(loaded)
         from hf_neat_packing.dataset.stream_tables import StreamTables
 
-        state = None if loaded is None else loaded["source"]
-        self._tables = tables = StreamTables(self.source, self.buffer, state)
-        return lambda _: tables.read()
+        if not _has_tables(self.source):
+            raise PlanningError(
+                "The source of a stream that is read by tables was given a state of its own, which "
+                "counts rows. Accepted: load_state_dict of the stream. Or leave by_tables out."
+            )
+        tokens = self.cutter.token_columns(self.source.features)  # type: ignore[attr-defined]
+        self._tables = StreamTables(self.source, self.buffer, tokens, self._source_at)
+        return self._tables.read
 
     def _open_rows(self, loaded: dict[str, Any] | None) -> Iterator[Mapping[str, Any]]:
         """Open a source that is read row by row."""
@@ -231,6 +256,8 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
 
     def _source_state(self) -> Any:
         """Return a copy of the source's own state, or None if it keeps none."""
+        if self._source_at is not None:
+            return self._source_at
         if self._by_tables:
             return None if self._tables is None else self._tables.state_dict()
         if not hasattr(self.source, "state_dict"):
@@ -300,7 +327,14 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
         self._lengths = np.array(state["lengths"], dtype=np.int64)
         self._packs.extend(list(map(decode_row, pack)) for pack in state["packs"])
         self._read = state["read"]
+        self._source_at = state["source"]
         self.cutter.restore(state["counts"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without the reader of tables, which is opened anew."""
+        if not self._by_tables:
+            return self.__dict__
+        return {**self.__dict__, "_tables": None, "_source_at": self._source_state()}
 
     def _settings(self) -> dict[str, Any]:
         """Return what decides the packs besides the documents."""

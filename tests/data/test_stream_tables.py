@@ -1,5 +1,6 @@
 """Stored streams read by tables: the documents that rows would give; and the contract test of `streams_tables`."""
 
+import copy
 import itertools
 import pickle
 
@@ -23,8 +24,9 @@ from hf_neat_packing.dataset.stream_rows import own
 from hf_neat_packing.dataset.stream_tables import StreamTables, documents_in
 from hf_neat_packing.dataset.streams import _has_tables as has_tables
 from hf_neat_packing.dataset.streams import pack_stream
-from hf_neat_packing.errors import ColumnError
+from hf_neat_packing.errors import ColumnError, PlanningError
 
+TOKENS = ("input_ids", "labels", "seen")
 COLUMNS = {"name": "document", "score": "document", "seen": "token"}
 
 
@@ -37,6 +39,7 @@ def stored(count=150, shards=3):
 
 
 def packed(source, **keywords):
+    keywords = {"by_tables": True, **keywords}
     return pack_stream(source, max_length=64, columns=COLUMNS, **keywords)
 
 
@@ -66,8 +69,8 @@ SOURCES = {
 def test_tables_bring_the_documents_of_the_rows_in_their_order(make):
     source = make(stored())
     assert has_tables(source)
-    reader, found = StreamTables(source, 16), []
-    while block := reader.read():
+    reader, found = StreamTables(source, 16, TOKENS), []
+    while block := reader.read(8):
         found += list(block)
     assert plain_documents(found) == plain_documents(one_by_one(source))
     whole = plain(packed(source, buffer=16))
@@ -113,10 +116,76 @@ def test_rows_that_somebody_makes_or_formats_are_read_as_rows():
     ]
     assert has_tables(source)
     assert not any(map(has_tables, others))
-    pack = next(iter(packed(source.with_format("numpy"))))
+    for other in others:
+        with pytest.raises(PlanningError, match="Leave by_tables out"):
+            packed(other)
+    pack = next(iter(packed(source.with_format("numpy"), by_tables=False)))
     assert isinstance(pack["input_ids"][0], np.ndarray)
     (pack,) = pack_stream(others[4], max_length=8)
     assert sorted(pack["input_ids"]) == [[0, 1, 2], [1000, 1001, 1002, 1003]]
+
+
+@pytest.mark.parametrize("by_tables", [True, False])
+def test_a_state_saved_before_the_source_is_read_again_knows_its_place(by_tables):
+    def make():
+        return packed(stored(300), buffer=128, by_tables=by_tables)
+
+    whole = plain(make())
+    stream, found, state = make(), [], None
+    for stop in (3, 1, 1, 2, None):
+        stream = make()
+        if state is not None:
+            stream.load_state_dict(state)
+        found += plain(itertools.islice(stream, stop))
+        state = pickle.loads(pickle.dumps(stream.state_dict()))
+    assert found == whole
+
+
+def test_a_source_with_a_state_of_its_own_is_not_read_by_tables():
+    source = stored(40)
+    rows = iter(source)
+    for _ in range(30):
+        next(rows)
+    resumed, stream = stored(40), packed(stored(40))
+    resumed.load_state_dict(source.state_dict())
+    with pytest.raises(PlanningError, match="a state of its own"):
+        packed(resumed)
+    stream.source.load_state_dict(source.state_dict())
+    with pytest.raises(PlanningError, match="load_state_dict of the stream"):
+        next(iter(stream))
+    assert sum(len(pack["name"]) for pack in packed(resumed, by_tables=False)) == 10
+
+
+def test_a_stream_travels_after_it_was_read():
+    stream = packed(stored(), buffer=16)
+    whole = plain(stream)
+    next(iter(stream))
+    for again in (pickle.loads(pickle.dumps(stream)), copy.deepcopy(stream)):
+        assert again.state_dict() == stream.state_dict()
+        assert plain(again) == whole
+    lone = pack_stream(stored().select_columns(["input_ids"]), max_length=64)
+    next(iter(lone))
+    assert len(plain(pickle.loads(pickle.dumps(lone)))) > 3
+
+
+def test_only_tokens_become_arrays():
+    data = Dataset.from_dict({"input_ids": [[1, 2], [3], [4]], "scores": [[0.5, 1.0], [2.0], []]})
+    packs = [
+        next(
+            iter(
+                pack_stream(
+                    data.to_iterable_dataset(),
+                    max_length=8,
+                    columns={"scores": "document"},
+                    by_tables=by_tables,
+                )
+            )
+        )
+        for by_tables in (True, False)
+    ]
+    assert isinstance(packs[0]["input_ids"][0], np.ndarray)
+    assert packs[0]["scores"] == packs[1]["scores"]
+    assert all(type(scores) is list for scores in packs[0]["scores"])
 
 
 def test_an_epoch_that_is_set_on_the_source_reaches_its_tables():
@@ -144,12 +213,12 @@ def test_a_null_is_refused_by_the_number_of_its_document():
     source = Dataset.from_dict({"input_ids": ids}).to_iterable_dataset()
     assert has_tables(source)
     with pytest.raises(ColumnError, match="document 3 is None"):
-        list(pack_stream(source, max_length=4, buffer=2))
+        list(pack_stream(source, max_length=4, buffer=2, by_tables=True))
 
 
 def test_a_document_that_waits_lets_go_of_its_table():
     table = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "name": ["a", "b"]}).data.table
-    shared = tuple(documents_in(table)[1].values())
+    shared = tuple(documents_in(table, TOKENS)[1].values())
     assert shared[0].base is not None
     kept = own(shared)
     assert kept[0].base is None

@@ -317,7 +317,7 @@ def test_c43_a_stateful_loader_with_two_workers_resumes_twice(kind):
     def make():
         source = Source(lengths, True) if kind == "plain" else stored(lengths)
         source = source.with_format("numpy") if kind == "datasets" else source
-        stream = pack_stream(source, max_length=64, buffer=10)
+        stream = pack_stream(source, max_length=64, buffer=10, by_tables=kind == "tables")
         return StatefulDataLoader(stream, batch_size=2, num_workers=2, collate_fn=plain)
 
     whole = list(make())

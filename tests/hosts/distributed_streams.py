@@ -69,7 +69,7 @@ def check_streams(folder):
     assert len({len(packs) for packs in own}) == 2, "one stream ends before the other"
     together = [
         [
-            torch.tensor(ids.tolist())
+            torch.tensor(ids)
             for packs in own
             if step < len(packs)
             for ids in packs[step]["input_ids"]
@@ -79,7 +79,7 @@ def check_streams(folder):
     one = OneProcess(tiny_model("llama", "sdpa"), together, targets=TARGETS)
     weights, steps = train_on_streams(tiny_model("llama"))
     control, _ = train_on_streams(tiny_model("llama"), boundaries=False)
-    read = sorted(ids.tolist() for pack in own[dist.get_rank()] for ids in pack["input_ids"])
+    read = sorted(ids for pack in own[dist.get_rank()] for ids in pack["input_ids"])
     record(
         folder,
         dist.get_rank(),
