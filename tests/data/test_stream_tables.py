@@ -20,9 +20,9 @@ from datasets.distributed import split_dataset_by_node
 from test_streams import documents, lengths_like_chat, plain
 from torch.utils.data import DataLoader
 
+from hf_neat_packing.dataset.packed_stream import _has_tables as has_tables
 from hf_neat_packing.dataset.stream_rows import own
 from hf_neat_packing.dataset.stream_tables import StreamTables, documents_in
-from hf_neat_packing.dataset.streams import _has_tables as has_tables
 from hf_neat_packing.dataset.streams import pack_stream
 from hf_neat_packing.errors import ColumnError, PlanningError
 
