@@ -9,6 +9,7 @@ Legend: `B` rows, `S` tokens in a row.
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from ._compat import DataCollatorWithFlattening
@@ -252,8 +253,8 @@ class DataCollatorForNeatPacking(DataCollatorWithFlattening):  # type: ignore[mi
             return documents, counts
         lengths = [len(document["input_ids"]) for document in documents]
         plan = plan_packing(lengths, self.row_length, strategy="bfd")
-        rows = [[document for document, _, _ in plan.pieces(row)] for row in range(len(plan))]
-        return [documents[number] for row in rows for number in row], list(map(len, rows))
+        in_order = [documents[number] for number in plan.indices.tolist()]
+        return in_order, np.diff(plan.offsets).tolist()
 
     def _require_positions(self, packed: PackedBatch) -> None:
         if self.num_positions is None:

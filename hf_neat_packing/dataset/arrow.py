@@ -167,16 +167,15 @@ class ListColumn:
         size = self.dtype.itemsize
         ends = (begins + lengths) * size
         begins *= size
-        offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))) * size
-        if offsets[-1] <= _JOINED_BYTES:
+        total = int(lengths.sum(dtype=np.int64)) * size
+        if total <= _JOINED_BYTES:
             joined = self._join(chunks, begins.tolist(), ends.tolist())
             return np.frombuffer(joined, dtype=self.dtype)
         # Arrow's memory, which is paged in once; numpy's is given back and paged in again for every array.
-        tokens = pa.allocate_buffer(int(offsets[-1]))
+        tokens = pa.allocate_buffer(total)
         memory = memoryview(tokens).cast("B")
-        marks = np.arange(_BLOCK_BYTES, len(memory), _BLOCK_BYTES)
-        bounds = np.unique([0, *np.searchsorted(offsets, marks).tolist(), len(rows)]).tolist()
-        for a, b in pairwise(bounds):
+        offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))) * size
+        for a, b in spans(offsets, _BLOCK_BYTES):
             block = self._join(chunks[a:b], begins[a:b].tolist(), ends[a:b].tolist())
             memory[offsets[a] : offsets[b]] = block
         return np.frombuffer(tokens, dtype=self.dtype)
@@ -238,6 +237,21 @@ def _null_error(name: str, row: int, found: str) -> ColumnError:
         "skipping it would shift the columns against each other. Accepted: a number for every "
         f"token. Filter the row out, or write columns={{{name!r}: 'ignore'}}."
     )
+
+
+def spans(offsets: NDArray[np.int64], size: int) -> list[tuple[int, int]]:
+    """Cut a row of things into spans; each ends with the first thing that reaches its share.
+
+    Args:
+        offsets: Where each thing begins, and the last one ends, `[things + 1]`.
+        size: What a span holds, in the unit of the offsets.
+
+    Returns:
+        The first thing of each span, and the one after its last.
+    """
+    marks = np.arange(size, int(offsets[-1]), size)
+    bounds = np.unique([0, *np.searchsorted(offsets, marks).tolist(), len(offsets) - 1])
+    return list(pairwise(bounds.tolist()))
 
 
 def nest(values: pa.Array, inner: NDArray[np.int64], outer: NDArray[np.int64]) -> pa.ListArray:

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from hf_neat_packing._compat import data_fingerprint
 from hf_neat_packing.columns import ColumnRule
-from hf_neat_packing.dataset.arrow import nest
+from hf_neat_packing.dataset.arrow import nest, spans
 from hf_neat_packing.dataset.document_table import DocumentTable
 from hf_neat_packing.planning import PackingPlan
 
@@ -162,20 +161,17 @@ def _batches(
 
     offsets = view.plan.offsets
     tokens = np.concatenate(([0], np.cumsum(view.plan.lengths, dtype=np.int64)))[offsets]
-    # A batch ends with the first pack that reaches its share of tokens.
-    marks = np.arange(tokens_per_batch, int(tokens[-1]), tokens_per_batch)
-    bounds = np.unique([0, *np.searchsorted(tokens, marks).tolist(), len(view)])
     threads = max(1, num_proc or 1)
-    spans = list(pairwise(bounds.tolist()))
+    parts = spans(tokens, tokens_per_batch)
     with tqdm(total=len(view), unit=" packs", desc="Packing") as bar:
         if threads == 1:
-            for first, last in spans:
+            for first, last in parts:
                 yield _batch(view, schema, first, last)
                 bar.update(last - first)
             return
         with ThreadPoolExecutor(threads) as pool:
             waiting: deque[Future[pa.RecordBatch]] = deque()
-            for first, last in spans:
+            for first, last in parts:
                 waiting.append(pool.submit(_batch, view, schema, first, last))
                 if len(waiting) > threads:
                     yield _finish(waiting.popleft(), bar)

@@ -64,13 +64,8 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
         self.source = source
         self.cutter = cutter
         self.buffer = buffer
-        if by_tables and not _has_tables(source):
-            raise PlanningError(
-                f"by_tables=True, and this {type(source).__name__} does not hand on Arrow tables of "
-                "numbers and text as they are stored, or it was given a state of its own. Accepted: a "
-                "stored datasets.IterableDataset, shuffled, sharded or neither, before any map, filter "
-                "or format. Leave by_tables out."
-            )
+        if by_tables:
+            _require_tables(source)
         self._by_tables = by_tables
         self._source_at: Any = None  # of a loaded state, until the source is read on
         self._tables: StreamTables | None = None
@@ -141,38 +136,30 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
     def _open_source(self) -> _Read:
         """Open the source at its beginning, or where the loaded state stood."""
         loaded, self._loaded = self._loaded, None
-        if not self._by_tables:
-            documents = self._open_rows(loaded)
-            return lambda count: list(islice(documents, count))
         if loaded is None:
             self._start()
         else:
             self._restore(loaded)
+        if not self._by_tables:
+            documents = self._open_rows()
+            return lambda count: list(islice(documents, count))
         from hf_neat_packing.dataset.stream_tables import StreamTables
 
-        if not _has_tables(self.source):
-            raise PlanningError(
-                "The source of a stream that is read by tables was given a state of its own, which "
-                "counts rows. Accepted: load_state_dict of the stream. Or leave by_tables out."
-            )
+        _require_tables(self.source)
         tokens = self.cutter.token_columns(self.source.features)  # type: ignore[attr-defined]
         self._tables = StreamTables(self.source, self.buffer, tokens, self._source_at)
         return self._tables.read
 
-    def _open_rows(self, loaded: dict[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    def _open_rows(self) -> Iterator[Mapping[str, Any]]:
         """Open a source that is read row by row."""
-        if loaded is None:
-            self._start()
-            if self._source_moved:
-                # A datasets.IterableDataset would otherwise begin at the loaded place again.
-                self._load_source(self._initial)
-                self._source_moved = False
-            return self._iterate()
-        self._restore(loaded)
-        if loaded["source"] is not None:
-            self._load_source(loaded["source"])
+        if self._source_at is not None:
+            self._load_source(self._source_at)
             self._source_moved = True
             return self._iterate()
+        if self._source_moved:
+            # A datasets.IterableDataset would otherwise begin at the loaded place again.
+            self._load_source(self._initial)
+            self._source_moved = False
         documents = self._iterate()
         skipped = sum(1 for _ in islice(documents, self._read))
         if skipped < self._read:
@@ -288,8 +275,20 @@ class PackedStream(IterableDataset[dict[str, list[Any]]]):
         return {"buffer": self.buffer, "tables": self._by_tables, **self.cutter.settings()}
 
 
+def _require_tables(source: Any) -> None:
+    """Raise for a source that cannot be read by tables."""
+    if not _has_tables(source):
+        raise PlanningError(
+            f"by_tables=True, and this {type(source).__name__} does not hand on Arrow tables of "
+            "numbers and text as they are stored, or it was given a state of its own, which counts "
+            "rows. Accepted: a stored datasets.IterableDataset, shuffled, sharded or neither, before "
+            "any map, filter or format, which goes on by load_state_dict of the stream. Leave "
+            "by_tables out."
+        )
+
+
 def _has_tables(source: Any) -> bool:
-    """Whether a source is read by tables; nothing else needs pyarrow."""
+    """Whether a source can be read by tables; nothing else needs pyarrow."""
     if not streams_tables(source):
         return False
     from hf_neat_packing.dataset.stream_tables import are_plain

@@ -79,7 +79,7 @@ def documents_in(table: pa.Table, tokens: Collection[str]) -> DocumentsByColumn:
         try:
             listed = ListColumn(name, column) if name in tokens else None
         except ColumnError:
-            listed = None  # a null, which is refused by the number of its document
+            listed = None  # a null, refused by the number of its document; or one value for each
         if listed is None:
             columns[name] = column.to_pylist()
         else:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_neat_packing.planning.bound import classes_lower_bound, length_classes
-from hf_neat_packing.planning.drafts import Int32Array, close_drafts
+from hf_neat_packing.planning.drafts import Int32Array, close_drafts, others
 from hf_neat_packing.planning.expansion import Int64Array, Packs, shuffle_packs
 from hf_neat_packing.planning.policies import IntArray
 from hf_neat_packing.planning.pool import PoolPacker, plan_pool
@@ -50,14 +50,12 @@ def plan_best_fit(lengths: IntArray, max_length: int, rng: np.random.Generator) 
     orders, counts = [], []
     near = max_length // CLOSE
     while len(left) > LAST_PIECES and narrow:
-        held = lengths[left]
+        held = lengths.take(left)
         # The pool is handed over, not kept: it is a good part of the memory.
         closed = close_drafts(held, max_length, _held_back(held, max_length, POOL_SHARE), near=near)
         orders.append(left.take(closed.order))
         counts.append(closed.counts)
-        rest = np.ones(len(left), dtype=np.bool_)
-        rest[closed.order.astype(np.intp)] = False
-        left = left[rest]
+        left = left[others(len(left), closed.order)]
         left = left.take(rng.permutation(len(left)))
         if len(closed.counts) <= WORTHWHILE * closed.drafts:
             # Lengths like these seldom add up to a pack: packs may leave what they must.
@@ -90,8 +88,7 @@ def packs_of_window(lengths: IntArray, max_length: int) -> list[list[int]]:
     closed = close_drafts(lengths, max_length, pool, near=max_length // CLOSE)
     order, bounds = closed.order.tolist(), accumulate(closed.counts.tolist(), initial=0)
     packs = [order[start:stop] for start, stop in pairwise(bounds)]
-    free = np.ones(len(lengths), dtype=np.bool_)
-    free[closed.order] = False
+    free = others(len(lengths), closed.order)
     if len(packs) < WORTHWHILE * closed.drafts:
         # Lengths like these seldom add up to a pack: the best that there is, for as many.
         packs += _one_by_one(np.flatnonzero(free), lengths, max_length, closed.drafts - len(packs))

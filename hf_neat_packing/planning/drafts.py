@@ -68,9 +68,7 @@ def close_drafts(lengths: IntArray, max_length: int, pool: Int32Array, *, near: 
             first.
         near: Tokens that a closed pack may leave free.
     """
-    cut = np.ones(len(lengths), dtype=np.bool_)
-    cut[pool] = False
-    stream = np.flatnonzero(cut).astype(np.int32)
+    stream = np.flatnonzero(others(len(lengths), pool)).astype(np.int32)
     drafts = _cut(np.cumsum(lengths[stream], dtype=np.int64), max_length)
     num_drafts = len(drafts.room)
     full = drafts.room <= near
@@ -81,9 +79,9 @@ def close_drafts(lengths: IntArray, max_length: int, pool: Int32Array, *, near: 
         draft, piece = _matches(drafts.room, lengths[pool], near)
         packs.append(drafts.take(draft))
         closers.append(pool[piece])
-        drafts = drafts.take(_others(len(drafts.room), draft))
+        drafts = drafts.take(others(len(drafts.room), draft))
         last = stream[drafts.stop - 1]
-        pool = np.concatenate([pool[_others(len(pool), piece)], last])
+        pool = np.concatenate([pool[others(len(pool), piece)], last])
         drafts = drafts._replace(stop=drafts.stop - 1, room=drafts.room + lengths[last])
         drafts = drafts.take(drafts.stop > drafts.first)
         if not len(drafts.room):
@@ -175,11 +173,11 @@ def _sorted(values: IntArray) -> tuple[Int64Array, Int32Array]:
     return keys, position
 
 
-def _others(num: int, chosen: Int32Array) -> npt.NDArray[np.bool_]:
+def others(num: int, chosen: Int32Array) -> npt.NDArray[np.bool_]:
     """Mark what was not chosen among `num`."""
-    others = np.ones(num, dtype=np.bool_)
-    others[chosen] = False
-    return others
+    left = np.ones(num, dtype=np.bool_)
+    left[chosen.astype(np.intp)] = False  # what it would be made anyhow, at once
+    return left
 
 
 def _lay(
