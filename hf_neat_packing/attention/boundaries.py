@@ -20,10 +20,16 @@ from torch import Tensor
 from .._compat import assert_on_device
 from ..errors import BoundaryError
 from ..offsets import (
-    INT32_MAX,
     check_cu_seqlens,
     full_stream_cu_seqlens,
     without_padded_offsets,
+)
+from .boundary_checks import (
+    check_int32_rule,
+    check_padding_mask,
+    check_same_shape,
+    check_same_tokens,
+    describes,
 )
 from .mask_entry import LazyMask, MaskRecipe
 
@@ -126,46 +132,6 @@ def all_varlen_kwargs(kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int, i
     return cu_q, cu_k, max_q, max_k
 
 
-def check_same_tokens(query: Tensor, key: Tensor) -> None:
-    """Refuse an attention whose keys are not the tokens of its queries.
-
-    Raises:
-        BoundaryError: cross-attention, or a cache that holds tokens.
-    """
-    if query.shape[0] * query.shape[2] != key.shape[0] * key.shape[2]:
-        raise BoundaryError(
-            f"The varlen kwargs reached an attention of {query.shape[2]} queries over {key.shape[2]} keys per row: "
-            "cross-attention, or a cache that already holds tokens. The boundaries of one packed row do not describe "
-            "it. Pass use_cache=False for packed rows; encoder-decoder models cannot take packed rows here."
-        )
-
-
-def check_same_shape(cu_q: Tensor, cu_k: Tensor) -> None:
-    """Refuse offsets of queries and keys that cannot be the same.
-
-    Raises:
-        BoundaryError: of other shapes, or no integers.
-    """
-    if cu_q.is_floating_point() or cu_q.shape != cu_k.shape:
-        raise BoundaryError(
-            f"cu_seq_lens_q and cu_seq_lens_k must be equal 1-D integer tensors of two or more offsets, got "
-            f"{list(cu_q.shape)} {cu_q.dtype} and {list(cu_k.shape)} {cu_k.dtype}."
-        )
-
-
-def describes(cu_seqlens: Tensor, num_tokens: int, longest: int) -> Tensor:
-    """Whether offsets describe the tokens of a call, without reading them: a bool on their device.
-
-    Args:
-        cu_seqlens: integer `[N+1]`; its end may be padded with repetitions of the last offset.
-        num_tokens: tokens of the flattened rows.
-        longest: what the call says of the longest document.
-    """
-    lengths = cu_seqlens.diff()
-    rises = ((lengths > 0) | (cu_seqlens[1:] == num_tokens)) & (lengths <= longest)
-    return (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens) & rises.all()
-
-
 def _from_varlen_kwargs(
     query: Tensor,
     key: Tensor,
@@ -180,7 +146,7 @@ def _from_varlen_kwargs(
         same = cu_k if cu_k is not cu_q else None
         found = checked_offsets(query, cu_q, (int(max_q), int(max_k)), same_as=same)
         if recipe is not None and recipe.attention_mask is not None and found.lengths is not None:
-            _check_padding_mask(recipe.attention_mask, list(found.lengths))
+            check_padding_mask(recipe.attention_mask, list(found.lengths))
         return found
 
     found = _remembered(recipe, cu_q, check)
@@ -212,7 +178,7 @@ def checked_offsets(
         raise BoundaryError(
             f"cu_seq_lens_q must be a 1-D integer tensor of two or more offsets, got {list(cu_seqlens.shape)}."
         )
-    _check_int32_rule(num_tokens, cu_seqlens.numel() - 1, query)
+    check_int32_rule(num_tokens, cu_seqlens.numel() - 1, query)
     if query.device.type == "cuda" and longest is not None:
         # Reading the offsets would stall the device once a layer; the check runs there instead.
         good = describes(cu_seqlens, num_tokens, min(longest))
@@ -241,34 +207,6 @@ def checked_offsets(
         )
     cu = host.to(query.device, torch.int32)
     return Boundaries(cu, max(lengths), tuple(lengths), "varlen kwargs")
-
-
-def _check_padding_mask(attention_mask: Tensor, lengths: list[int]) -> None:
-    """A 2-D mask beside boundaries may only mask whole segments, such as the padding tail."""
-    pieces = (
-        attention_mask.reshape(-1).cpu().split(lengths)
-        if attention_mask.numel() == sum(lengths)
-        else ()
-    )
-    for number, piece in enumerate(pieces):
-        if bool(piece.any()) != bool(piece.all()):
-            raise BoundaryError(
-                f"`attention_mask` masks {int((~piece).sum())} of the {piece.numel()} tokens of segment {number}, "
-                "while the varlen kwargs call them one document. One of the two is wrong. Send no attention_mask "
-                "beside varlen kwargs, and give padding a segment of its own."
-            )
-
-
-def _check_int32_rule(num_tokens: int, num_documents: int, query: Tensor) -> None:
-    """Varlen kernels index `(tokens + 128 * documents) * heads * ceil32(dim)` in int32."""
-    padded_dim = -(-query.shape[-1] // 32) * 32
-    elements = (num_tokens + 128 * num_documents) * query.shape[1] * padded_dim
-    if query.device.type == "cuda" and elements > INT32_MAX:
-        raise BoundaryError(
-            f"{num_tokens} tokens in {num_documents} documents with {query.shape[1]} heads of {query.shape[-1]} need "
-            f"{elements} addresses, more than the {INT32_MAX} that int32 kernels reach: they would read "
-            "the wrong memory. Use a smaller max_length or fewer rows per batch."
-        )
 
 
 def check_map_shape(query: Tensor, key: Tensor, document_map: Tensor) -> None:

@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 
 from .._compat import assert_on_device
-from .boundaries import (
-    DOCUMENT_MAP_KWARG,
-    Boundaries,
-    all_varlen_kwargs,
-    check_map_shape,
-    check_same_shape,
-    check_same_tokens,
-    describes,
-)
+from .boundaries import DOCUMENT_MAP_KWARG, Boundaries, all_varlen_kwargs, check_map_shape
+from .boundary_checks import check_same_shape, check_same_tokens, describes
 from .inside import Reach, in_stream, interval_of, reach
 from .kernels import choose_kernel
 from .mask_entry import CHUNK, LOCAL_SIZE, LazyMask
